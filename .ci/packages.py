@@ -1,5 +1,6 @@
 """Checks what the built packages in a folder contain: `python .ci/packages.py dist`."""
 
+import re
 import sys
 import tarfile
 import zipfile
@@ -19,7 +20,10 @@ def sources(*folders: str) -> set[str]:
 
 
 def main(dist: Path) -> None:
-    """Raises SystemExit with the names of files that are missing, or too many."""
+    """Raises SystemExit with the names of files that are missing, or too many.
+
+    And with the links of the description that are dead on the page of an index.
+    """
     (wheel,), (sdist,) = dist.glob("*.whl"), dist.glob("*.tar.gz")
     in_wheel = {
         name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name
@@ -34,6 +38,11 @@ def main(dist: Path) -> None:
         f"{wheel.name} lacks": sources("jls") - in_wheel,
         f"{wheel.name} should not have": in_wheel - sources("jls"),
         f"{sdist.name} lacks": wanted - in_sdist,
+    }
+    name = next(x for x in zipfile.ZipFile(wheel).namelist() if x.endswith("/METADATA"))
+    page = zipfile.ZipFile(wheel).read(name).decode()
+    faults["the page of an index has links to files:"] = {
+        link for link in re.findall(r"\]\(([^)]+)\)", page) if "://" not in link
     }
     found = [
         f"{what} {', '.join(sorted(names))}" for what, names in faults.items() if names

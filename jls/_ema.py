@@ -25,7 +25,7 @@ from jls._nnx import read_variables
 from jls._placement import own_buffers
 from jls._scalers.rule import count_up
 from jls._state import find
-from jls._text import listed, quoted
+from jls._text import listed, naming_arguments, quoted
 from jls._tree import is_array, is_extended, is_inexact, widen, widen_as_stored
 from jls._types import exportable
 
@@ -46,6 +46,7 @@ class ParamsEmaState(NamedTuple):
     ema: optax.Params  # like the parameters, in at least float32
 
 
+@naming_arguments(rate="decay")
 def params_ema(
     decay: ArrayLike | Callable[[Array], ArrayLike], *, debias: bool = True
 ) -> optax.GradientTransformationExtraArgs:

@@ -45,13 +45,22 @@ def warn(message: str) -> None:
 # Mistakes with `value_and_grad`.
 
 
-def check_loss_function(fun: Any) -> None:
-    """Raises if Equinox differentiates `fun` already."""
+GRADIENT = "_gradient_of_jls"  # what `value_and_grad` returns, in itself
+
+
+def check_loss_function(name: str, fun: Any) -> None:
+    """Raises if Equinox or jls differentiates `fun`, the argument `name`, already."""
+    if getattr(fun, GRADIENT, None) is fun:  # `functools.wraps` copies it
+        raise TypeError(
+            f"{name} must be the loss function itself, got what jls.value_and_grad or "
+            "jls.grad returned. Pass the function that returns the loss."
+        )
     kind = type(fun)
     if kind.__module__.startswith("equinox") and "Grad" in kind.__name__:
         raise TypeError(
-            "fun must be the loss function itself, got one that Equinox differentiates "
-            "already. Pass the undecorated function: jls.value_and_grad(loss_fn, "
+            f"{name} must be the loss function itself, got one that Equinox "
+            "differentiates already. Pass the undecorated function: "
+            "jls.train_step(loss_fn, optimizer), or jls.value_and_grad(loss_fn, "
             "transform=eqx.filter_value_and_grad)."
         )
 
@@ -242,6 +251,33 @@ def is_jit_disabled() -> bool:
     """Whether `jax.disable_jit` is on."""
     return bool(getattr(jax.config, "jax_disable_jit", False))
 
+
+def check_is_of_nnx(arrays: Any) -> None:
+    """Raises if JAX itself transforms the step that asks, of an NNX model.
+
+    Args:
+      arrays: those of the model and the optimizer.
+    """
+    if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arrays)):
+        return
+    frame, names = sys._getframe(), list[str]()
+    while frame and _package(frame.f_globals.get("__name__")) == "jls":
+        frame = frame.f_back
+    while frame and _package(frame.f_globals.get("__name__")) in ("jax", "equinox"):
+        names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    caller = _package(frame.f_globals.get("__name__")) if frame else ""
+    is_transformed = bool(names) and not _LOOKS.intersection(names)
+    if is_transformed and caller not in ("jls", "flax"):
+        raise TypeError(
+            "the step must be jitted by NNX, got a model and an optimizer that "
+            "jax.jit has copied: what the step changes in them is lost. Write step = "
+            "nnx.jit(jls.train_step(loss_fn))."
+        )
+
+
+# What only looks at a program, and runs none.
+_LOOKS = {"eval_shape", "make_jaxpr", "make_jaxpr_f"}
 
 # Below, a loop of eager steps is a test, or a look at how it works.
 _MANY_PARAMETERS = 2**16

@@ -20,7 +20,7 @@ from jls._bfloat16 import models_read_wide, read_wide, stored_narrow, widened
 from jls._nnx import modules_in
 from jls._notes import note, noted
 from jls._state import find_scaler_states, scaler_state_in, wrappers_in
-from jls._text import describe
+from jls._text import describe, naming_arguments
 from jls._tree import (
     Tree,
     check_holds,
@@ -164,6 +164,7 @@ def value_and_grad(
     *,
     transform: Callable[..., Any] = jax.value_and_grad,
 ) -> Callable[Concatenate[Any, P], Any]: ...
+@naming_arguments(aux="has_aux", argnum="argnums")
 def value_and_grad(
     fun: Callable[..., Any],
     argnums: Any = 0,
@@ -228,7 +229,7 @@ def value_and_grad(
       section 3.2.
     """
     _validate.function("fun", fun)
-    _mistakes.check_loss_function(fun)
+    _mistakes.check_loss_function("fun", fun)
     _validate.function("transform", transform)
     if transform is jax.value_and_grad:  # others may take more
         _mistakes.check_argnums(argnums)
@@ -304,6 +305,7 @@ def differentiate(
     return ((loss, aux) if has_aux else loss), grads
 
 
+@naming_arguments(aux="has_aux", argnum="argnums")
 def grad(
     fun: Callable[P, Any],
     argnums: int | Sequence[int] = 0,
@@ -346,6 +348,7 @@ def _rename_like(fun: Callable[..., Any]) -> Callable[..., Any]:
         names = ("__module__", "__name__", "__qualname__", "__doc__")
         functools.update_wrapper(wrapper, fun, assigned=names, updated=())
         del wrapper.__wrapped__
+        setattr(wrapper, _mistakes.GRADIENT, wrapper)
         return wrapper
 
     return rename

@@ -25,10 +25,11 @@ SCALE = "jls_scale"
 CHECKED = "jls_checked"
 # Where `jls.bfloat16_params` makes its updates, in a guard or without one.
 STORED = "jls_stored"
-# What `jls.autocast` has rewritten, the products that its `keep` left as written, and
-# the outer ones: their derivatives have these scopes too. Under a cast to float8 its
-# products, and what it adds; those left in bfloat16 for their size, since one is no
-# multiple of 16, or for their kind.
+# What `jls.autocast` computes to float32; what it has rewritten, the products that its
+# `keep`, or one inside, left as written, and the outer ones: their derivatives have
+# these scopes too. Under a cast to float8 its products, and what it adds; those left in
+# bfloat16 for their size, since one is no multiple of 16, or for their kind.
+FLOAT32 = "jls_float32"
 AUTOCAST = "jls_autocast"
 KEPT = "jls_kept"
 OUTER_PRODUCT = "jls_outer"
@@ -37,7 +38,8 @@ TOO_SMALL = "jls_too_small"
 UNEVEN = "jls_uneven"
 NOT_IN_FLOAT8 = "jls_not_in_float8"
 
-_CASTS = {AUTOCAST, KEPT, OUTER_PRODUCT, FLOAT8, TOO_SMALL, UNEVEN, NOT_IN_FLOAT8}
+_FLOAT8 = {FLOAT8, TOO_SMALL, UNEVEN, NOT_IN_FLOAT8}
+_CASTS = {FLOAT32, AUTOCAST, KEPT, OUTER_PRODUCT, *_FLOAT8}
 _WRAPPER = {UPDATE, GRADIENTS, NORM, LOSS, NEW, INNER, DECISION, SCALE, CHECKED}
 _ALL = frozenset({*_WRAPPER, *_CASTS})
 NONE = frozenset[str]()

@@ -36,9 +36,11 @@ from jax.typing import ArrayLike
 from jls import _validate
 from jls._reduce import power_of_two_below
 from jls._scalers.rule import count_up, f32, switch
+from jls._text import naming_arguments
 from jls._types import SIGNALS, SpikePolicy, SpikeState
 
 
+@naming_arguments(threshold="sigmas", max_grad_norm="max_norm")
 def spikes(
     window: int = 128,
     sigmas: float = 6.0,

@@ -908,8 +908,9 @@ def _check_count(got: int, state: Any) -> None:
         wrapper = wrapper_name(state.scaler_state)
         raise ValueError(
             "updates must have as many floating-point leaves as the params of init, "
-            f"got {got} and {known}. Differentiate what optimizer.init(params) got. To "
-            "mask or freeze a part, write it inside: "
+            f"got {got} and {known}. Differentiate what optimizer.init(params) got. If "
+            "the model has changed, its optimizer starts anew: opt_state = "
+            "optimizer.init(params). To mask or freeze a part, write it inside: "
             f"{wrapper}(optax.masked(inner, mask))."
         )
 

@@ -114,12 +114,15 @@ def nearest(name: str, names: Iterable[str]) -> str:
 def naming_arguments(**meant: str) -> Callable[[FunctionT], FunctionT]:
     """A decorator: an unknown keyword argument is an error with the name here.
 
+    So is a call without the first argument, as in `@jls.autocast(dtype=half)`.
+
     Args:
       **meant: the argument that one of another name is, where no name is near.
     """
 
     def decorate(function: Any) -> Any:
         names = inspect.signature(function).parameters
+        leading = next(iter(names.values()))
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -131,11 +134,22 @@ def naming_arguments(**meant: str) -> Callable[[FunctionT], FunctionT]:
                     f"{function.__name__} takes no argument {name}=. {question}It "
                     f"takes {', '.join(names)}."
                 )
+            is_first_given = args or leading.name in kwargs
+            if not is_first_given and leading.default is leading.empty:
+                raise TypeError(_without_first(function, leading.name, kwargs))
             return function(*args, **kwargs)
 
         return call
 
     return decorate
+
+
+def _without_first(function: Any, leading: str, kwargs: Mapping[str, Any]) -> str:
+    name, given = f"jls.{function.__name__}", [f"{name}=..." for name in kwargs]
+    message = f"{leading} must be given: {name}({', '.join([leading, *given])})."
+    if leading not in ("fun", "loss_fn"):
+        return message
+    return f"{message} A decorator is @functools.partial({', '.join([name, *given])})."
 
 
 def no_field(self: Any, name: str) -> Any:
@@ -148,6 +162,17 @@ def no_field(self: Any, name: str) -> Any:
     if (kind, name) in _FIELDS_ELSEWHERE:
         raise AttributeError(f"{message}. {_FIELDS_ELSEWHERE[kind, name]}")
     raise AttributeError(message, name=name, obj=self)
+
+
+def no_key(self: Any, key: Any) -> Any:
+    """The `__getitem__` of a record: an error for what would be a key of a dict."""
+    if isinstance(key, str):
+        there_are = f"There are {', '.join(self._fields)}."
+        raise TypeError(
+            f"{type(self).__name__} has fields, no keys, got {key!r}. "
+            f"{f'Write .{key}.' if key in self._fields else there_are}"
+        )
+    return tuple.__getitem__(self, key)
 
 
 # What other libraries, or other records of jls, call a field.

@@ -28,6 +28,7 @@ from jls._text import (
     format_rule,
     format_state,
     no_field,
+    no_key,
 )
 
 TypeT = TypeVar("TypeT", bound=type)
@@ -312,6 +313,7 @@ class SkipReason(enum.IntEnum):
     LOSS = 2  # the forward loss was inf or NaN
     UPDATES = 3  # gradients and loss were finite, but not the update or the new state
     SPIKE = 4  # all was finite, but loss or gradient norm was far out of line
+    ATOMIC = 5  # another optimizer in the block of jls.atomic skipped
 
 
 def skip_reason_of(code: int) -> SkipReason:
@@ -369,6 +371,7 @@ class LossScaledState(NamedTuple):
 
     if not TYPE_CHECKING:  # which knows the fields
         __getattr__ = no_field
+        __getitem__ = no_key
 
     # The wrapped optimizer's state.
     inner_state: Any
@@ -462,6 +465,7 @@ class StepReport(NamedTuple):
 
     if not TYPE_CHECKING:  # which knows the fields
         __getattr__ = no_field
+        __getitem__ = no_key
 
     loss: Any  # f32[] or wider, the unscaled loss, also of a skipped step; or None
     skipped: Array  # bool[]  whether the step was skipped

@@ -1009,7 +1009,7 @@ def test_every_spike_state_of_a_run_is_taken(budget, max_norm):
 def test_a_reason_that_no_version_knows_is_an_error():
     raw = RAW | {"last_skip_reason": np.int32(7)}
     with pytest.raises(
-        ValueError, match=r"from 0 to 4, a jls\.types\.SkipReason, at 'last"
+        ValueError, match=r"from 0 to 5, a jls\.types\.SkipReason, at 'last"
     ):
         jls.upgrade_state(WRAPPED.init(PARAMS), raw)
 

@@ -475,12 +475,27 @@ ERRORS = {
         lambda: jls.health(OPTIMIZER.init(PARAMS), (jnp.ones((4, 3)),)),
         ValueError,
         r"params must be those that the optimizer was initialized with, got shape "
-        r"\(4, 3\) at '0', where its moments have \(2,\)\.$",
+        r"\(4, 3\) at '0', where its moments have \(2,\)\. The order is jls\.health\(",
     ),
     "another batch there": (
         lambda: jls.health(MOMENTUM.init(PARAMS), jnp.ones((4, 2))),
         ValueError,
-        r"got shape \(4, 2\), where its moments have \(2,\)\.$",
+        r"got shape \(4, 2\), where its moments have \(2,\)\.",
+    ),
+    "a batch of more arrays": (
+        lambda: jls.health(OPTIMIZER.init(BOTH), (jnp.ones((4, 3)),) * 3),
+        ValueError,
+        r"got shape \(4, 3\) at '0', where its moments have \(",
+    ),
+    "a batch beside a TrainState": (
+        lambda: jls.health(train_state(), (jnp.ones((4, 3)), jnp.ones(4))),
+        ValueError,
+        r"must be those of the TrainState, .* Write jls\.health\(state\)\.$",
+    ),
+    "a report in the place of the parameters": (
+        lambda: jls.health(STATE, REPORT),
+        TypeError,
+        r"params must be the parameters, got StepReport\. The order is jls\.health",
     ),
     "text as gradients": (
         lambda: jls.health(STATE, PARAMS, grads="x"),
@@ -490,8 +505,8 @@ ERRORS = {
     "gradients of a part": (
         lambda: OPTIMIZER.update({"w": X, "frozen": None}, OF_BOTH, PARAMS),
         ValueError,
-        r"got 1 and 2\. Differentiate what optimizer.init\(params\) got\. To mask or "
-        r"freeze a part, write it inside: jls.loss_scaled\(optax.masked\(",
+        r"got 1 and 2\. Differentiate what optimizer.init\(params\) got\. If the model "
+        r"has changed, .* To mask or freeze a part, write it inside: jls.loss_scaled\(",
     ),
     "gradients of a part, without params": (
         lambda: OPTIMIZER.update(PARAMS, OF_BOTH),
@@ -889,6 +904,23 @@ REPORT = jls.types.StepReport(*[None] * len(jls.types.StepReport._fields))
         (lambda: REPORT.grad_norm, AttributeError, "Did you mean global_norm?"),
         (lambda: REPORT.lr, AttributeError, "Did you mean learning_rate?"),
         (lambda: REPORT.other, AttributeError, "no attribute 'other'$"),
+        (lambda: REPORT["loss"], TypeError, r"has fields, no keys, .* Write \.loss\.$"),
+        (lambda: REPORT["other"], TypeError, "got 'other'. There are loss, skipped,"),
+        (
+            lambda: jls.autocast(dtype=jnp.float16),
+            TypeError,
+            r"A decorator is @functools\.partial\(jls\.autocast, dtype=\.\.\.\)",
+        ),
+        (
+            lambda: jls.autocast(abs, compute_dtype=jnp.float16),
+            TypeError,
+            "Did you mean dtype=",
+        ),
+        (
+            lambda: jls.loss_scaled(scaler=jls.dynamic()),
+            TypeError,
+            r"^inner must be given: jls\.loss_scaled\(inner, scaler=\.\.\.\)\.$",
+        ),
         (
             lambda: jls.skip_nonfinite(optax.sgd(0.1)).init(jnp.ones(2)).loss_scale,
             AttributeError,
@@ -938,7 +970,27 @@ def test_a_name_of_another_library_is_answered(ask, error, answer):
 def test_a_record_is_asked_for_what_it_has_not_as_any_other():
     assert not hasattr(REPORT, "grad_norm")
     assert getattr(REPORT, "__jax_array__", None) is None
+    assert REPORT[0] is None
+    assert REPORT[:2] == (None, None)
     assert copy.deepcopy(REPORT) == pickle.loads(pickle.dumps(REPORT)) == REPORT
+
+
+DIFFERENTIATED = {
+    "value_and_grad": jls.value_and_grad(loss_fn),
+    "grad": jls.grad(loss_fn),
+}
+
+
+@pytest.mark.parametrize("make", [jls.value_and_grad, jls.grad, jls.train_step])
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+def test_a_function_that_jls_differentiates_already_is_no_loss(name, make):
+    @functools.wraps(DIFFERENTIATED[name])
+    def of_a_gradient(params, x):
+        return sum(jnp.sum(x) for x in jax.tree.leaves(params))
+
+    make(of_a_gradient)
+    with pytest.raises(TypeError, match=r"must be the loss function itself, got what"):
+        make(DIFFERENTIATED[name])
 
 
 AFTER = {

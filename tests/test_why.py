@@ -133,7 +133,7 @@ def test_text_has_others_after_the_first_and_counts_the_rest():
     assert text.startswith(
         "jls.why: not finite: result[0], result[1], result[2] and 4 more."
     )
-    assert text.count("log made inf of 0") == 6
+    assert text.count("log made -inf of 0") == 6
     assert "and 1 more, see .births" in text
 
 
@@ -731,6 +731,24 @@ def test_numbers_that_a_while_loop_has_not_kept_are_left_out(step, text, advice)
     event, *_ = [x.strip() for x in str(why).splitlines() if " made " in x]
     assert event == text
     assert advice in why.births[0].advice
+
+
+SIGNS = {
+    "a logarithm of 0": (lambda x: jnp.log(x - x), "log made -inf of 0"),
+    "a negative quotient": (lambda x: -1 / (x - x), "div made -inf of"),
+    "both signs": (lambda x: jnp.array([-1.0, 1.0]) / (x - x), "div made inf of"),
+    "an exponential": (lambda x: jnp.exp(x * 1000), "exp made inf of"),
+    "a constant": (lambda x: jnp.where(x > 0, -jnp.inf, x), "-inf is a number of the"),
+    "NaN too": (lambda x: jnp.log(x - jnp.array([1.0, 2.0])), "log made NaN of"),
+}
+
+
+@pytest.mark.parametrize("name", SIGNS)
+def test_an_inf_is_told_with_its_sign(name):
+    fun, text = SIGNS[name]
+    why = jls.why(fun, jnp.ones(2))
+    assert f"  {text}" in str(why)
+    assert why.births[0].is_negative == ("-inf" in text)
 
 
 def test_what_is_inf_on_purpose_is_told_only_if_nothing_else_is():

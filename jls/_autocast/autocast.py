@@ -17,15 +17,15 @@ from jax.core import eval_jaxpr
 
 from jls import _validate
 from jls._autocast.float8 import E4M3, LEAST, warn_of_chip
-from jls._autocast.keep import KEEP, OUTER, Choice, Keep
+from jls._autocast.keep import INSIDE, KEEP, OUTER, Choice, Keep
 from jls._autocast.rewrite import ClosedOverError, Rewrite
 from jls._mistakes import warn
 from jls._nnx import is_object, merge_all, split_all, update_all
 from jls._program.frames import Frame
 from jls._program.jaxprs import Program, parameter, trace_of, traced_wide
 from jls._program.products import products_in
-from jls._scopes import AUTOCAST, UPDATE, is_in
-from jls._text import describe
+from jls._scopes import AUTOCAST, FLOAT32, UPDATE, is_in
+from jls._text import describe, naming_arguments
 from jls._tree import is_array
 
 P = ParamSpec("P")
@@ -41,6 +41,7 @@ _READS_VALUES = (
 )
 
 
+@naming_arguments(compute_dtype="dtype", half="dtype")
 def autocast(
     fun: Callable[P, T], dtype: Any = None, *, keep: Keep = None
 ) -> Callable[P, T]:
@@ -59,7 +60,8 @@ def autocast(
       fun: any function of pytrees: a loss, or a model's apply. Flax NNX modules among
         its arguments are changed in place as `fun` changes them.
       dtype: `jnp.float16` or `jnp.bfloat16`, whichever is fast on the chip at hand, or
-        its name. `jnp.float32` returns `fun` as it is. `jnp.float8_e4m3fn` is bfloat16,
+        its name. `jnp.float32` casts nothing, and in another autocast keeps what `fun`
+        computes as written. `jnp.float8_e4m3fn` is bfloat16,
         but for large products: a dot without batch dimensions whose rows, columns and
         terms of a sum are 2048 or more, in multiples of 16, takes operands in
         float8_e4m3fn, and cotangents in float8_e5m2. Each is multiplied by a power of
@@ -116,8 +118,6 @@ def autocast(
         )
     half = check_dtype("dtype", dtype)
     check_keep(keep)
-    if half == jnp.float32:
-        return fun
     called: Any = fun
     named: Any = fun  # with its signature
     owner = fun if is_object(fun) else getattr(fun, "__self__", None)
@@ -128,8 +128,13 @@ def autocast(
         args = (owner, *args) if called is not fun else args
         return _Call(called, args, kwargs).run(half, keep)
 
-    functools.update_wrapper(cast, named, updated=())
-    return cast
+    def as_written(*args, **kwargs):
+        with jax.named_scope(FLOAT32):  # another autocast around sees it
+            return fun(*args, **kwargs)
+
+    made = as_written if half == jnp.float32 else cast
+    functools.update_wrapper(made, named, updated=())
+    return made
 
 
 def check_dtype(name: str, value: Any) -> np.dtype:
@@ -365,6 +370,8 @@ def _advice(reasons: Counter[str]) -> str:
     """What to write where all products stay as they are, for these reasons."""
     if _REASONS[KEEP] in reasons:
         return "Write a narrower keep."
+    if _REASONS[INSIDE] in reasons:
+        return "Leave one of the two out."
     for half in _HALVES:
         if f"of {half}" in reasons:
             return (
@@ -385,4 +392,5 @@ _REASONS = {
     "inner product": "inner",
     OUTER: "outer",
     KEEP: "by keep",
+    INSIDE: "by an autocast inside",
 }

@@ -36,15 +36,24 @@ from jls._program.jaxprs import (
 )
 from jls._program.places import Place, modules_of, place_of
 from jls._program.products import asks_for_precision, is_inner, is_outer, products_in
-from jls._scopes import KEPT, NOT_IN_FLOAT8, OUTER_PRODUCT, TOO_SMALL, UNEVEN
+from jls._scopes import (
+    FLOAT32,
+    KEPT,
+    NOT_IN_FLOAT8,
+    OUTER_PRODUCT,
+    TOO_SMALL,
+    UNEVEN,
+    marks_of,
+)
 from jls._text import listed
 
 Keep = str | Callable[[Place], Any] | None
 
 KEEP = "keep"
+INSIDE = "keep of an autocast inside"
 OUTER = "outer product"
 # These scopes tell the tools why a product, or its derivative, is as written.
-_MARKS = {KEEP: KEPT, OUTER: OUTER_PRODUCT}
+_MARKS = {KEEP: KEPT, INSIDE: KEPT, OUTER: OUTER_PRODUCT}
 
 
 class Choice:
@@ -127,6 +136,8 @@ class Choice:
             return "inner product"
         if self.is_kept(site):
             return KEEP
+        if marks_of(site) & {FLOAT32, KEPT}:
+            return INSIDE
         return OUTER if is_outer(equation) else None
 
     def is_half(self, site: Site) -> bool:

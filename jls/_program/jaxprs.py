@@ -36,6 +36,11 @@ def _part(node: Any, name: str, default: Any = None) -> Any:
     return getattr(node, name, default)
 
 
+def compiler_options(fun: Any) -> dict[str, Any]:
+    """The options with which a jitted function is compiled."""
+    return dict(_part(_part(fun, "_jit_info"), "compiler_options_kvs", None) or ())
+
+
 def parameters(equation: Any) -> dict[str, Any]:
     """The parameters of an equation."""
     return equation.params

@@ -30,7 +30,7 @@ _REMATTED = "rematted_computation"
 _OF_JAX = ("checkpoint", _REMATTED)
 _OF_JLS = "jls_"
 _JVP, _TRANSPOSE = Name("jvp", True), Name("transpose", True)
-_OF_PRODUCTS = ("jls_kept", "jls_outer")  # around one operation, anywhere in the loss
+_OF_PRODUCTS = ("jls_kept", "jls_outer", "jls_float32")  # anywhere in the loss
 
 
 class Place(NamedTuple):

@@ -39,6 +39,7 @@ from jls._scalers.rule import (
     start_at,
     switch,
 )
+from jls._text import naming_arguments
 from jls._tree import as_flag
 from jls._types import LossScaler, ScalerState
 
@@ -67,6 +68,7 @@ def hysteresis_adjust(
     )
 
 
+@naming_arguments()
 def hysteresis(
     init_scale: float = INIT_SCALE,
     *,

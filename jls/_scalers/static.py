@@ -9,6 +9,7 @@ from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
 from jls import _validate
+from jls._text import naming_arguments
 from jls._tree import as_flag
 from jls._types import LossScaler, StaticState
 
@@ -28,6 +29,7 @@ def is_static(scaler: Any) -> bool:
     return getattr(scaler.adjust, "func", None) is static_adjust
 
 
+@naming_arguments(scale="loss_scale", init_scale="loss_scale")
 def static(loss_scale: float = 1.0) -> LossScaler[StaticState]:
     """Returns a scaler that never changes the loss scale.
 

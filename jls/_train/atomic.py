@@ -23,7 +23,7 @@ from jls._state import find, is_wrapper_state, wrapper_state_in
 from jls._step import Update
 from jls._text import describe
 from jls._tree import select
-from jls._types import COUNTED_IN
+from jls._types import COUNTED_IN, SkipReason
 
 
 def atomic(
@@ -183,13 +183,18 @@ def _count_as_skipped(
 ) -> None:
     """Counts the updates that were good, and are lost with the block, as skipped."""
     steps = now["steps"] - old["steps"]
-    lost = jnp.where(is_applied, 0, steps - (now["skips"] - old["skips"]))
+    own_skips = now["skips"] - old["skips"]
+    lost = jnp.where(is_applied, 0, steps - own_skips)
     in_a_row = count_up(old["consecutive_skips"], steps)
     new = {
         "applied": now["applied"] & is_applied,
         "skips": count_up(now["skips"], lost),
         "consecutive_skips": jnp.where(is_applied, now["consecutive_skips"], in_a_row),
-        "last_skip_reason": jnp.where(lost > 0, reason, now["last_skip_reason"]),
+        "last_skip_reason": jnp.where(
+            (lost > 0) & (own_skips == 0),
+            SkipReason.ATOMIC.value,
+            now["last_skip_reason"],
+        ),
     }
     for of, name in COUNTED_IN.items():
         counter = getattr(node, name)

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from jls._mistakes import check_is_of_nnx
 from jls._nnx import (
     is_optimizer,
     merge_objects,
@@ -46,6 +47,7 @@ class NnxAdapter:
         self._call = call
         self._graph, *self._state = self._split(self.model, self._objects)
         self.optimizer = self._optimizer.tx
+        check_is_of_nnx(read_variables((self._state, self._optimizer.opt_state)))
 
     @staticmethod
     def takes(call: StepCall) -> bool:

@@ -34,7 +34,12 @@ from jls import _validate
 from jls._autocast.autocast import autocast, check_dtype, check_keep
 from jls._autocast.keep import Keep
 from jls._bfloat16 import read_wide, stored_narrow
-from jls._mistakes import EagerCalls, other_params_noted, warn
+from jls._mistakes import (
+    EagerCalls,
+    check_loss_function,
+    other_params_noted,
+    warn,
+)
 from jls._program.jaxprs import varying_axes
 from jls._reduce import global_norm
 from jls._scale import differentiate
@@ -346,6 +351,7 @@ def train_step(
             "jls.train_step(loss_fn, optimizer)."
         )
     _validate.function("loss_fn", loss_fn)
+    check_loss_function("loss_fn", loss_fn)
     if optimizer is not None:
         check_optimizer(optimizer, "jls.train_step(loss_fn, optimizer)")
     has_aux = _validate.flag("has_aux", has_aux)
@@ -421,8 +427,7 @@ def take_step(
     wrappers = functools.cache(partial(find_wrappers, optimizer, params))
     if options.compute_dtype == jnp.float16 and isinstance(scaler_state, StaticState):
         _warn_of_static_one(wrappers())
-    cast = partial(autocast, dtype=options.compute_dtype, keep=options.keep)
-    call = cast(adapter.call)
+    call = _cast(adapter.call, options)
 
     def loss(params, overwritten, carried, micro_batch):
         number, batch = micro_batch
@@ -461,7 +466,7 @@ def take_step(
     }
     given_extra = _extra_arguments(options.extra, adapter.model, batch, extra)
     if callable(given_extra.get("value_fn")):  # the loss once more, for a line search
-        given_extra["value_fn"] = cast(given_extra["value_fn"])
+        given_extra["value_fn"] = _cast(given_extra["value_fn"], options)
     grads = accumulated.grads
     extra |= given_extra
     moved = moved_past(optimizer, wrappers, grads, opt_state, params, **extra)
@@ -490,6 +495,13 @@ def take_step(
     )
     new_overwritten, new_carried = select(~report.skipped, accumulated.carried, before)
     return Parts(new_params, new_overwritten, new_opt_state, new_carried), report
+
+
+def _cast(fun: Callable[..., Any], options: Any) -> Callable[..., Any]:
+    """`fun` under the options of a step."""
+    if options.compute_dtype == jnp.float32:
+        return fun
+    return autocast(fun, options.compute_dtype, keep=options.keep)
 
 
 def _refuse_unguarded(names: list[str]) -> None:

@@ -30,8 +30,49 @@ def loss(w, x):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, "float32", np.float32])
-def test_float32_returns_the_function_itself(dtype):
-    assert jls.autocast(loss, dtype) is loss
+def test_float32_casts_nothing(dtype):
+    cast = jls.autocast(loss, dtype)
+    assert_identical(jax.jit(cast)(W, X), jax.jit(loss)(W, X))
+    assert inspect.signature(cast) == inspect.signature(loss)
+
+
+def squares(w):
+    with jax.named_scope("square"):
+        return w @ w
+
+
+def of_a_scan(fun):
+    return lambda w: lax.scan(lambda w, _: (fun(w), None), w, length=2)[0]
+
+
+INSIDE = {
+    "float32": jls.autocast(squares, jnp.float32),
+    "keep": jls.autocast(lambda w: squares(w) @ w, jnp.float16, keep="square"),
+    "in a scan": of_a_scan(jls.autocast(squares, jnp.float32)),
+    "with a checkpoint": jax.checkpoint(jls.autocast(squares, jnp.float32)),
+}
+
+
+@pytest.mark.parametrize("around", ["forwards", "gradient outside", "gradient inside"])
+@pytest.mark.parametrize("name", INSIDE)
+def test_what_an_autocast_inside_keeps_stays_float32(name, around):
+    def fun(w):
+        return jnp.sum(INSIDE[name](w) @ w)
+
+    made = {
+        "forwards": jls.autocast(fun, jnp.float16),
+        "gradient outside": jax.grad(jls.autocast(fun, jnp.float16)),
+        "gradient inside": jls.autocast(jax.grad(fun), jnp.float16),
+    }[around]
+    found = [x.operands[0] for x in products(made, W)]
+    count = 1 if around == "forwards" else 3
+    assert found.count("float32") == count
+    assert found.count("float16") == count * (1 + (name == "keep"))
+
+
+def test_a_function_that_is_kept_whole_by_an_autocast_inside_is_warned_of():
+    with pytest.warns(jls.JlsWarning, match="1 by an autocast inside. Leave one of"):
+        jls.autocast(INSIDE["float32"], jnp.float16)(W)
 
 
 @pytest.mark.parametrize("dtype", ["float16", jnp.float16, jnp.dtype("float16")])

@@ -892,3 +892,37 @@ def test_of_a_step_that_is_not_scaled_on_purpose_nothing_is_said():
         assert str(found).startswith("jls.calibrate: no loss scale is needed")
         assert found.half == ""
         assert found.precision is not None
+
+
+OPTIONS = {"xla_allow_excess_precision": False}
+TOOLS = {
+    "check_step": jls.check_step,
+    "why": jls.why,
+    "calibrate": jls.calibrate,
+    "losses": partial(jls.calibrate, losses=True),
+}
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_a_step_with_options_of_the_compiler_is_compiled_with_them(name, monkeypatch):
+    asked = []
+    compile_as_is = jax.stages.Lowered.compile
+
+    def compile_noted(lowered, options=None, **kwargs):
+        asked.append(options or {})
+        return compile_as_is(lowered, options, **kwargs)
+
+    optimizer = jls.loss_scaled(optax.sgd(0.1))
+    step = jls.train_step(
+        lambda w, x, power: jnp.mean(jnp.tanh(x @ w) ** power),
+        optimizer,
+        compute_dtype=jnp.float16,
+    )
+    step = jax.jit(step, compiler_options=OPTIONS, static_argnames="power")
+    w = jnp.eye(4)
+    arguments = w, optimizer.init(w), jnp.ones((2, 4))
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_noted)
+    assert TOOLS[name](step, *arguments, power=2)
+    if name != "check_step":
+        assert asked
+        assert all(OPTIONS.items() <= options.items() for options in asked)

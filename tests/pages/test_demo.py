@@ -254,6 +254,16 @@ def test_memory_is_that_of_shapes_worked_out_by_hand():
     assert half == pytest.approx(2 * taken + 4 * rest, rel=0.02)
 
 
+def test_three_skips_at_the_start_point_to_calibrate():
+    def at_start(*applied):
+        return demo_report.at_start(finished(0.9)._replace(applied=np.array(applied)))
+
+    assert at_start(True, False, False, False) == ""
+    assert at_start(False, False, True) == ""
+    assert "The first 3 were among them: jls.calibrate" in at_start(*[False] * 3, True)
+    assert "The first 4 were" in at_start(*[False] * 4)
+
+
 def test_the_zeros_of_a_skipped_step_do_not_count():
     assert demo_report.first_zeros(finished(0.9)) == 0.5
     none_taken = finished(0.9, applied=(False, False, False))

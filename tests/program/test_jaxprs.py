@@ -200,6 +200,7 @@ PARTS = {
     "axes that vary": ("mat", "varying", "vma"),
     "powers and sums": ("y", "axes", "axis_index_groups"),
     "scatter": ("update_jaxpr",),
+    "options": ("_jit_info", "compiler_options_kvs"),
 }  # fmt: skip
 
 

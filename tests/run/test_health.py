@@ -101,6 +101,17 @@ def test_the_text_under_a_scale_that_moves_ends_with_the_question_for_half():
         assert "Half precision?" not in str(health)
 
 
+@pytest.mark.parametrize(("steps", "is_asked"), [(1000, True), (1001, False)])
+def test_a_run_that_is_well_for_long_is_not_asked_again(steps, is_asked):
+    state = after(".")._replace(steps=jnp.int32(steps))
+    assert jls.health(state).verdict == "ok"
+    assert bool(jls.health(state).ask) == is_asked
+    assert ("Half precision?" in str(jls.health(state))) == is_asked
+    skipped = after(".o")._replace(steps=jnp.int32(steps))
+    assert jls.health(skipped).verdict == "recovering"
+    assert jls.health(skipped).ask
+
+
 def reference(steps, limit, floor, ceiling):
     """The verdict in plain Python, from the steps themselves."""
     scale, good, tail = 8.0, 0, 0

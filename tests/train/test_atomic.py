@@ -96,11 +96,16 @@ def test_one_skip_rolls_back_the_other_optimizer_too(bad):
                 take(model, optimizer, x, BAD if i == bad else GOOD)
 
     step(models, X)
-    for (model, optimizer), old in zip(models, before, strict=True):
-        assert_identical(contents(model, optimizer), old)
-        assert not jls.metrics(optimizer)["applied"]
-        assert jls.metrics(optimizer)["skips"] == 1
-        assert jls.metrics(optimizer)["last_skip_reason"] == SkipReason.LOSS
+    for i, (model, optimizer) in enumerate(models):
+        assert_identical(contents(model, optimizer), before[i])
+        metrics, health = jls.metrics(optimizer), jls.health(optimizer, model)
+        assert not metrics["applied"]
+        assert metrics["skips"] == 1
+        reason = SkipReason.LOSS if i == bad else SkipReason.ATOMIC
+        assert metrics["last_skip_reason"] == reason
+        assert health.verdict == ("non-finite loss" if i == bad else "recovering")
+        is_with = "another optimizer in the block of jls.atomic" in health.sentence
+        assert is_with == (i != bad)
 
 
 def test_what_is_changed_by_hand_in_a_block_that_skips_goes_back():

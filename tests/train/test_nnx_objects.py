@@ -1,5 +1,8 @@
 """NNX objects beside the model: random streams, metrics, a teacher."""
 
+import functools
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -261,3 +264,62 @@ def test_variables_that_the_loss_adds_are_refused_with_the_way_out():
     step = nnx.jit(jls.train_step(popping, has_aux=True))
     report = step(model, optimizer, make_batch(), rngs=nnx.Rngs(0))
     assert report.aux["seen"].shape == (2,)
+
+
+def linear():
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    tx = jls.skip_nonfinite(optax.sgd(0.1))
+    return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+
+STEP = jls.train_step(lambda model, x: jnp.mean(model(x) ** 2))
+OF_JAX = {
+    "jit": lambda step: jax.jit(step),
+    "jit of a partial": lambda step: jax.jit(functools.partial(step)),
+    "filter_jit": lambda step: eqx.filter_jit(step),
+}
+
+
+def without_jit(*args):
+    with jax.disable_jit():
+        return jax.jit(STEP)(*args)
+
+
+def merged_inside(model, optimizer, x):
+    structure, state = nnx.split((model, optimizer))
+
+    @jax.jit
+    def step(state, x):
+        objects = nnx.merge(structure, state)
+        return STEP(*objects, x), nnx.state(objects)
+
+    nnx.update((model, optimizer), step(state, x)[1])
+
+
+TRANSFORMED = {
+    "nnx.jit": nnx.jit(STEP),
+    "nnx.jit of a function": nnx.jit(lambda *args: STEP(*args)),
+    "not jitted": STEP,
+    "jit is off": without_jit,
+    "merged inside": merged_inside,
+}
+
+
+@pytest.mark.parametrize("name", OF_JAX)
+def test_a_step_that_jax_jits_itself_would_lose_what_it_changes(name):
+    with pytest.raises(TypeError, match=r"Write step = nnx\.jit\(jls\.train_step"):
+        OF_JAX[name](STEP)(*linear(), jnp.ones((4, 3)))
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_a_step_that_keeps_what_it_changes_is_taken(name):
+    model, optimizer = linear()
+    before = np.array(model.kernel.get_value())
+    TRANSFORMED[name](model, optimizer, jnp.ones((4, 3)))
+    assert not np.array_equal(model.kernel.get_value(), before)
+
+
+def test_a_step_of_nnx_may_be_looked_at():
+    args = *linear(), jnp.ones((4, 3))
+    assert jax.eval_shape(STEP, *args).loss.shape == ()
+    assert jax.make_jaxpr(STEP)(*args)

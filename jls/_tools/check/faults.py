@@ -23,6 +23,7 @@ import numpy as np
 
 from jls._mistakes import is_jit_disabled
 from jls._program.facts import Value
+from jls._program.frames import Frame
 from jls._program.places import place_of
 from jls._text import format_scale, join, listed
 from jls._tools.check.codes import Code
@@ -34,6 +35,7 @@ from jls._tools.check.proofs import SUMMED, is_average, is_noise
 from jls._tools.check.runs import OutOfRunsError, Run, Runner, is_new
 from jls._tools.check.still import changed_updates, note_still
 from jls._tools.check.subject import Subject
+from jls._tools.check.tolerance import note_tolerances
 from jls._tools.check.two_scales import error_between_scales
 from jls._tools.reading.scales import Scale, is_switched_off
 from jls._tree import is_inexact
@@ -137,6 +139,8 @@ def try_all(runner: Runner, findings: Findings, cleaned: Sequence[Value]) -> Non
         runner.left += 2 * window
     point = Point(runner, subject, findings, base or good[0], window)
     note_still(runner, subject, point.good_run, findings)
+    if subject.reading is not None:
+        note_tolerances(Frame(subject.reading.traced.program), findings.notes)
     for scale in subject.scales:
         if scale.spikes:
             _try_spike(point, scale)

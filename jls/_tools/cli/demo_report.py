@@ -160,10 +160,22 @@ def sentence(runs: Runs) -> str:
         f"{first} float16 with jls.loss_scaled {verdict}; its loss scale moved between "
         f"{format_scale(scales.min())} and {format_scale(scales.max())} (max_scale="
         f"{format_scale(demo.MAX_SCALE)}), and {quantity(skips, 'step')} whose "
-        f"gradients overflowed {'was' if skips == 1 else 'were'} skipped. Its backward "
+        f"gradients overflowed {'was' if skips == 1 else 'were'} skipped."
+        f"{at_start(runs.scaled)} Its backward "
         f"pass needs {megabytes(runs.scaled.memory)} instead of "
         f"{megabytes(runs.float32.memory)}. {last}. The network is float32 in all four "
         "runs."
+    )
+
+
+def at_start(run: demo.Progress) -> str:
+    """What finds the scale if the first steps, three or more, were all skipped."""
+    skips = int(np.argmax(run.applied)) if run.applied.any() else len(run.applied)
+    if skips < 3:
+        return ""
+    return (
+        f" The first {skips} were among them: jls.calibrate finds the scale to start "
+        "with, and then none is lost."
     )
 
 

@@ -3,7 +3,7 @@
 
 import bisect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from jls._program.jaxprs import is_half_atom
 from jls._program.places import Place
 from jls._scalers.rule import bounds_of
 from jls._state import how_to_nest
-from jls._text import format_number, scale_in_words
+from jls._text import format_number, listed, scale_in_words
 from jls._tools.origin.calibration import Calibration
 from jls._tools.origin.case import (
     LOSS,
@@ -31,7 +31,8 @@ from jls._tools.origin.case import (
     run,
     settings,
 )
-from jls._tools.origin.kept import AGAIN, Forward, Touch, argument
+from jls._tools.origin.far_off import MIN_OFF, FarOff
+from jls._tools.origin.kept import AGAIN, OF_FLOAT16, Forward, Touch, argument
 from jls._tools.origin.losses import BothWays, Losses, find_built_up, find_losses
 from jls._tools.origin.record import as_large_as
 from jls._tools.origin.result import place_in_words
@@ -174,7 +175,7 @@ def read_search(case: Case) -> Search:
     forward = Forward(case.main, forward_of(case))
     touches = forward.touches()
     sized = {(x.frame, atom) for x in touches for atom in x.half}
-    twin = Twin(case.main, sized & on_the_way, following)
+    twin = Twin(case.main, sized & on_the_way, following, case.traced.options)
     is_off = is_switched_off(now, case.scales[at])
     return Search(
         case, at, now, is_off, bool(depends), following, forward, touches, twin
@@ -201,7 +202,11 @@ def _calibrated(
     if kept.keep is None or not search.following:
         write = "\n".join(filter(None, (found.write, kept.write)))
     notes = tuple(filter(None, (*found.notes, kept.note)))
-    return found._replace(notes=notes, write=write, keep=kept.keep)
+    found = found._replace(notes=notes, write=write, keep=kept.keep)
+    is_low = found.ceiling is not None and bounds and bounds[0] > found.ceiling
+    if is_low or search.forward.has_vanished(trail, search.touches):
+        return _nearer(search, found)
+    return found
 
 
 # The ceiling.
@@ -254,7 +259,7 @@ def _start(bounds: tuple[float, float] | None, ceiling: float) -> tuple[float, s
     low, high = bounds
     if low > ceiling:
         return half, (
-            f"The scaler's min_scale of {scale_in_words(low)} is over the ceiling: "
+            f"{_TOO_LOW}{scale_in_words(low)} is over the ceiling: "
             "from there it cannot come down. Give it a far lower one, such as "
             f"min_scale={format_number(half / 2**10)}"
         )
@@ -264,6 +269,9 @@ def _start(bounds: tuple[float, float] | None, ceiling: float) -> tuple[float, s
             f"max_scale={format_number(half)} or more, and start there"
         )
     return max(half, low), ""
+
+
+_TOO_LOW = "The scaler's min_scale of "
 
 
 def _about_now(search: Search, ceiling: float) -> str:
@@ -402,12 +410,57 @@ def _with_losses(search: Search, result: Calibration) -> Calibration:
     ] or [x for x in results if x not in forward]
     watched = {x.variable: "the loss" for x in case.roots if x.role == LOSS}
     watched |= {x: name for x, name in results.items() if x in forward}
-    both = BothWays(main, [*gradients, *watched])
+    both = BothWays(main, [*gradients, *watched], case.traced.options)
     leaves = search.leaves(_low_scale(search, result))
     found = find_losses(both, main, leaves, gradients)
     built_up = find_built_up(both, main, leaves, watched)
     notes = (*result.notes, *found.notes, *filter(None, [built_up]))
-    return result._replace(losses=found.lines, notes=notes)
+    result = result._replace(losses=found.lines, notes=notes)
+    is_off = found.error >= MIN_OFF or built_up
+    return _nearer(search, result) if is_off else result
+
+
+def _nearer(search: Search, result: Calibration) -> Calibration:
+    """The result, with the `keep` of the products that bring it far off float32."""
+    case = search.case
+    is_known = any(note.startswith(_FAR_OFF) for note in result.notes)
+    if is_known or (result.keep is not None and search.is_needed):
+        return result  # what leaves the range comes first
+    gradients, losses = list[Variable](), list[Variable]()
+    for root in case.roots:
+        if root.is_before_update:
+            (losses if root.role == LOSS else gradients).append(root.variable)
+    far = FarOff(case.main, {_THE_LOSS: losses, "the gradients": gradients})
+    found = far.find(search.leaves(_low_scale(search, result)))
+    if found is None:
+        return result
+    names = " and ".join(found.before)
+    are = "is" if names == _THE_LOSS else "are"
+    before, after = (_percents(x.values()) for x in (found.before, found.after))
+    text = f"{_FAR_OFF}{names} {are} {before} off float32"
+    here = listed([place_in_words(x) for x in found.lines])
+    keep, write, then = result.keep, "", [AGAIN] if search.is_needed else []
+    if found.units:
+        every = list(dict.fromkeys(x.unit for x in far.units))
+        keep = search.forward.keep_of(found.units, every)
+        text += f"; with this `keep`, {after}. It is for the product at {here}"
+        write = argument(keep)
+    elif len(found.lines) == len(far.units):
+        text += f"; with {here} in float32, {after}. There is no other product"
+        write, then = "jls.train_step(...), without compute_dtype= or autocast", []
+    else:
+        text += f"; with the product at {here} in float32, {after}"
+        write = 'with jax.named_scope("wide"): around it, and keep="wide"'
+    others = [x for x in result.notes if not x.startswith((_TOO_LOW, OF_FLOAT16))]
+    notes = (text, *then, *others)
+    return result._replace(notes=notes, keep=keep, write=write)
+
+
+def _percents(shares: Iterable[float]) -> str:
+    return " and ".join("under 1 %" if x < 0.01 else f"{100 * x:.0f} %" for x in shares)
+
+
+_FAR_OFF, _THE_LOSS = "This step is far off in half precision: ", "the loss"
 
 
 def _low_scale(search: Search, result: Calibration) -> float:

@@ -109,14 +109,16 @@ def read_case(
     landmarks = regions.landmarks(main, variables, regions.FEW)
     if effects_of(main.jaxpr):  # each program would print again
         landmarks = None
-    recorded = RecordedProgram(main, variables, only=landmarks)
+    options = traced.options
+    recorded = RecordedProgram(main, variables, only=landmarks, options=options)
     leaves = [arguments.items[i].value for i in traced.inputs]
     return Case(fun, arguments, traced, main, leaves, scales, reading, roots, recorded)
 
 
 def record(case: Case, **which: Any) -> RecordedProgram:
     """The program with records of its operations, see `RecordedProgram`."""
-    return RecordedProgram(case.main, [x.variable for x in case.roots], **which)
+    variables, options = [x.variable for x in case.roots], case.traced.options
+    return RecordedProgram(case.main, variables, options=options, **which)
 
 
 # The roots.

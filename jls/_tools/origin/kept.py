@@ -34,6 +34,7 @@ from jls._tools.reading.keep import Keep, Unit, argument_of, keep_of, unit_of
 
 # Half of the last step above the largest float16: it rounds to inf.
 _BEYOND = 65520.0
+_VANISHING = 2.0**-25  # rounds to 0
 
 
 class Kept(NamedTuple):
@@ -105,6 +106,21 @@ class Forward:
                 found.append(Touch(frame, site, half, floats))
         return found
 
+    def has_vanished(self, trail: Trail, touches: Sequence[Touch]) -> bool:
+        """Whether all that a product takes vanishes in float16.
+
+        Args:
+          trail: as for `kept`.
+          touches: those that `touches` gave.
+        """
+        return any(
+            0 < trail.size(value).finite <= _VANISHING
+            for x in touches
+            if x.site.equation.primitive.name in PRODUCTS
+            for atom in filter(is_narrow_atom, x.half)
+            for value in trail.in_every_iteration(x.frame, atom)
+        )
+
     def kept(self, trail: Trail, touches: Sequence[Touch]) -> Kept:
         """What has to stay float32.
 
@@ -133,7 +149,7 @@ class Forward:
         others = [x for x in names if x not in first]
         note = f"Forward values leave the range of float16 in {listed(first)}"
         if not self._has_float16:
-            note = f"In float16 forward values would be out of range in {listed(first)}"
+            note = f"{OF_FLOAT16}{listed(first)}"
         if others:
             note += f", and go on to {listed(others)}: `keep` has them all"
         keep = self.keep_of(found, every)
@@ -155,6 +171,7 @@ def _units(touches: Iterable[Touch]) -> list[Unit]:
     return list(dict.fromkeys(unit_of(x.site) for x in touches))
 
 
+OF_FLOAT16 = "In float16 forward values would be out of range in "
 AGAIN = "Then call jls.calibrate again for the loss scale"
 
 

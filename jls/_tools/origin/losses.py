@@ -101,12 +101,18 @@ class BothWays(RecordedProgram):
     Args:
       main: the frame of a program.
       roots: the variables to follow back.
+      options: of XLA, for which the user's function asks.
     """
 
     ARITHMETIC = BOTH
 
-    def __init__(self, main: Frame, roots: Iterable[Variable]) -> None:
-        super().__init__(main, roots)
+    def __init__(
+        self,
+        main: Frame,
+        roots: Iterable[Variable],
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(main, roots, options=options)
         self._indices: dict[tuple[int, ...], int]
         self._indices = {x: i for i, x in enumerate(sorted(self._wanted))}
         self._exact: Any = None  # bool[operations]: which get the result of float32
@@ -126,7 +132,7 @@ class BothWays(RecordedProgram):
 
     def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         try:
-            return lowered.compile(_OPTIONS)
+            return lowered.compile(_OPTIONS | self.options)
         except Exception:  # a platform that has no such option
             return lowered.compile()
 

@@ -10,7 +10,14 @@ The records, two numbers for each array:
     a scan            the ends of each slice that an iteration gets
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import (
+    Callable,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Any, NamedTuple
 
 import jax
@@ -73,6 +80,7 @@ class RecordedProgram:
       only: the operations to record, by their places in the program; None for all.
       beside: whether arguments, slices of loops and taken branches are recorded too.
         Without them it is a closer look at what another program has found.
+      options: of XLA, for which the user's function asks.
     """
 
     ARITHMETIC = AS_WRITTEN
@@ -84,8 +92,10 @@ class RecordedProgram:
         at_roots: bool = False,
         only: frozenset[Indices] | None = None,
         beside: bool = True,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         self._program, self.landmarks = main.program, only
+        self.options = dict(options or {})
         behind_roots = to_nearest_records(roots) if at_roots else behind(roots)
         self._read = [beside and (main, x) in behind_roots for x in main.jaxpr.invars]
         self._wanted = makers_of(main, behind_roots)
@@ -117,7 +127,7 @@ class RecordedProgram:
 
     def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         is_quick = self.ARITHMETIC is not AS_WRITTEN or not self._beside
-        return lowered.compile(_quickly() if is_quick else None)
+        return lowered.compile((_quickly() if is_quick else {}) | self.options)
 
     def _bring_to_float32(self, records: Records) -> None:
         """Replaces the records in their own dtypes by `u32[..., n]`."""

@@ -35,6 +35,7 @@ class Birth(NamedTuple):
     dtype: str = ""  # of the result
     range: tuple[float, float] | None = None  # of the operand that decides, if one does
     advice: str = ""  # one sentence for the known patterns
+    is_negative: bool = False  # of an inf: whether each one is -inf
 
 
 class Why(NamedTuple):
@@ -179,7 +180,8 @@ def _limit(birth: Birth) -> str:
 
 
 def _kind_in_words(birth: Birth) -> str:
-    return "NaN" if birth.kind == "nan" else "inf"
+    inf = "-inf" if birth.is_negative else "inf"
+    return "NaN" if birth.kind == "nan" else inf
 
 
 def _format_value(value: float) -> str:

@@ -13,7 +13,7 @@ become one.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -62,6 +62,7 @@ class Twin(RecordedProgram):
       main: the frame of a program.
       sized: variables whose size is asked for.
       following: variables that follow the loss scale; those of float16 are counted.
+      options: of XLA, for which the user's function asks.
     """
 
     ARITHMETIC = WIDE
@@ -71,10 +72,11 @@ class Twin(RecordedProgram):
         main: Frame,
         sized: Iterable[Variable],
         following: Iterable[Variable],
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         following = list(following)
         asked = [*sized, *following]
-        super().__init__(main, asked)
+        super().__init__(main, asked, options=options)
         self.operations &= makers_of(main, to_nearest_records(asked))
         self._merged = {x.site.indices for x in main.all() if _is_merged(x)}
         self._counted: dict[tuple[int, ...], set[int]] = {}
@@ -90,7 +92,7 @@ class Twin(RecordedProgram):
         counted = self._counted.get(site.indices)
         if not counted:
             return ends_of(results)
-        samples = [_sample_of(results[i]) for i in sorted(counted)]
+        samples = [sample_of(results[i]) for i in sorted(counted)]
         if site.indices[:-1] not in self._merged:
             # The ends of what the samples hold whole are found on the host.
             sizes = [x.size for x in results]
@@ -173,7 +175,7 @@ def _is_merged(frame: Frame) -> bool:
 _NUM_COUNTS = _BINS + 3
 
 
-def _sample_of(x: Array) -> Array:
+def sample_of(x: Array) -> Array:
     """At most `_SAMPLE` elements: `f32[n]`."""
     spec = jax.typeof(x).sharding.spec
     if any(axes is not None for axes in spec):  # on explicit axes of a mesh

@@ -416,15 +416,17 @@ def birth_of(
 ) -> Birth:
     """A birth in words; `forward` is what `forward_of` gives."""
     kind: Literal["inf", "nan"] = "nan" if found.size.is_nan else "inf"
+    is_negative = found.size.nonfinite == {"-inf"}
     origin = found.origin
     if isinstance(origin, Argument):
-        return _birth_of_argument(case, kind, origin.position)
+        birth = _birth_of_argument(case, kind, origin.position)
+        return birth._replace(is_negative=is_negative)
     if not isinstance(origin, OpResult):
         reader = origin.reader
         place = place_of(reader.site) if reader else Place("")
         iterations = reader.iterations if reader else ()
         place = place._replace(operation=CONSTANT, iteration=iterations)
-        return Birth(kind, place, advice=WRITTEN)
+        return Birth(kind, place, advice=WRITTEN, is_negative=is_negative)
     site = origin.site
     place = place_of(site)
     is_backward = place.is_backward
@@ -442,6 +444,7 @@ def birth_of(
         advice=NORM_OVERFLOWS
         if GRADIENTS in marks_of(site)
         else advise(trail, found, is_backward),
+        is_negative=is_negative,
     )
 
 

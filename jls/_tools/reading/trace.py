@@ -2,14 +2,14 @@
 """The program of a user's function."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jls import _validate
-from jls._program.jaxprs import Program, opened
+from jls._program.jaxprs import Program, compiler_options, opened
 from jls._tools.reading.arguments import Arguments, Item, items_of
 from jls._tree import is_array
 
@@ -32,6 +32,7 @@ class Traced(NamedTuple):
     outputs: list[Item]  # its results; arrays as shapes and dtypes
     objects: list[Item]  # the leaves of its NNX arguments afterwards, in the same form
     reads: str = ""  # how it asks for values without computing with them, "" if not
+    options: Mapping[str, Any] = {}
 
     @property
     def is_jitted(self) -> bool:
@@ -82,18 +83,23 @@ def _trace_abstract(
     rest = [None if i in set(inputs) else x for i, x in enumerate(given)]
 
     def run(arrays):
-        traced = dict(zip(inputs, arrays, strict=True))
+        abstract = dict(zip(inputs, arrays, strict=True))
         # The function may change numpy arrays in place.
         leaves = [x.copy() if isinstance(x, np.ndarray) else x for x in rest]
-        leaves = [traced.get(i, x) for i, x in enumerate(leaves)]
+        leaves = [abstract.get(i, x) for i, x in enumerate(leaves)]
         call = arguments.rebuild(leaves)
         result = fun(*call.args, **call.kwargs)
         returned[:] = items_of(result), call.read()
         return [x.value for items in returned for x in items if is_array(x.value)]
 
-    program = jax.make_jaxpr(run)([given[i] for i in inputs])
+    # JAX takes options at the outermost jit alone.
+    jitted: Any = fun
+    if options := compiler_options(jitted):
+        fun = jitted.__wrapped__
+    traced = jax.jit(run) if options else run
+    program = jax.make_jaxpr(traced)([given[i] for i in inputs])
     outputs, objects = ([_abstract(x) for x in items] for items in returned)
-    return Traced(program, inputs, outputs, objects)
+    return Traced(program, inputs, outputs, objects, options=options)
 
 
 def _abstract(item: Item) -> Item:

@@ -3,12 +3,13 @@
 
 It is compiled once: which products are in half is an argument. Those are computed from
 operands that are rounded, and their results are rounded; in float32 neither is. So one
-finds which of them have to be float32 for a step to be finite: a `keep`.
+finds which of them have to be float32 for a step to be finite, or near to float32: a
+`keep`.
 """
 
 import bisect
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ import numpy as np
 from jax import Array, lax
 
 from jls._program.alone import Arithmetic, rounds, run_wide, widened
-from jls._program.control import Site
+from jls._program.control import Indices, Site
 from jls._program.frames import Frame, Variable, behind
 from jls._program.jaxprs import bind, is_half_atom, is_inexact_atom
 from jls._program.primitives import primitive_of
@@ -32,55 +33,53 @@ from jls._program.replay import (
 from jls._scopes import AUTOCAST, marks_of
 from jls._tools.reading.keep import InFunctions, Unit, keep_of, unit_of
 
+UnitT = TypeVar("UnitT", bound=Hashable)
 
-class Widths:
+
+class WidthsBy(Generic[UnitT]):
     """A program with the width of its products as an argument.
 
     Args:
       main: the frame of a program.
-      roots: what has to be finite.
+      roots: what is looked at.
+      unit_of: products that are alike for it have one width.
 
     Attributes:
       units: those of the products that an autocast has made half, in their order.
     """
 
-    def __init__(self, main: Frame, roots: Collection[Variable]) -> None:
-        self._program = main.program
+    def __init__(
+        self,
+        main: Frame,
+        roots: Collection[Variable],
+        unit_of: Callable[[Site], UnitT],
+    ) -> None:
+        self._program, self._unit_of = main.program, unit_of
         sites = (frame.site_of(index) for frame, index in main.operations())
         found = dict.fromkeys(unit_of(x) for x in sites if _is_cast_product(x))
         self.units = list(found)
-        nearest = behind(roots, _through_calls)
-        self._makers = {
-            frame.indices_of(index)
-            for frame, index in main.operations()
-            if any((frame, x) in nearest for x in frame.jaxpr.eqns[index].outvars)
-        }
+        self._makers = makers(main, roots)
         self._only = {x[:n] for x in self._makers for n in range(1, len(x) + 1)}
         self._compiled = jax.jit(self._run)
 
-    def keep(self, inputs: Sequence[Any]) -> str | InFunctions | None:
-        """The least `keep` with which a run is finite; None if none helps."""
-        found = self.least(inputs)
-        return keep_of(found, self.units) if found else None
+    def least(self, inputs: Sequence[Any]) -> list[UnitT]:
+        """The units that have to be float32 for a run that `holds`.
 
-    def least(self, inputs: Sequence[Any]) -> list[Unit]:
-        """The units that have to be float32; [] if that does not help, or none has to.
-
-        None of them can be left out.
+        [] if that does not help, or none has to. None of them can be left out.
 
         Args:
           inputs: of the program.
         """
         left = self.units
-        if not self.units or not self._is_finite(inputs, self.units):
+        if not self.units or not self._holds(inputs, self.units):
             return []
-        needed = list[Unit]()
-        while not self._is_finite(inputs, needed):
-            # With so many of the first ones it is finite.
+        needed = list[UnitT]()
+        while not self._holds(inputs, needed):
+            # With so many of the first ones it holds.
             high = bisect.bisect_left(
                 range(len(left)),
                 True,
-                key=lambda n: self._is_finite(inputs, [*needed, *left[:n]]),
+                key=lambda n: self._holds(inputs, [*needed, *left[:n]]),
             )
             if not high:
                 break
@@ -88,14 +87,25 @@ class Widths:
             left = left[: high - 1]
         for one in needed[:-1]:
             others = [x for x in needed if x != one]
-            if self._is_finite(inputs, others):
+            if self._holds(inputs, others):
                 needed = others
         return [x for x in self.units if x in needed]
 
-    def _is_finite(self, inputs: Sequence[Any], wide: Collection[Unit]) -> bool:
+    def _holds(self, inputs: Sequence[Any], wide: Collection[UnitT]) -> bool:
+        return self.holds(self.records(inputs, wide))
+
+    def records(self, inputs: Sequence[Any], wide: Collection[UnitT]) -> Records:
+        """The records of a run with these units in float32."""
         mask = np.array([x in wide for x in self.units])
-        given = [*map(jnp.asarray, inputs), mask]
-        return not any(map(_holds_nan, _leaves(self._compiled(given))))
+        return self._compiled([*map(jnp.asarray, inputs), mask])
+
+    def holds(self, records: Records) -> bool:
+        """Whether a run is as it has to be."""
+        raise NotImplementedError
+
+    def record(self, results: Sequence[Any]) -> Any:
+        """The record of an operation that makes a root."""
+        raise NotImplementedError
 
     def _run(self, inputs: Sequence[Array]) -> Records:
         *operands, is_wide = inputs
@@ -105,7 +115,7 @@ class Widths:
             if not rounds(equation):
                 return bind(equation, operands)
             if _is_cast_product(site):
-                kept = is_wide[self.units.index(unit_of(site))]
+                kept = is_wide[self.units.index(self._unit_of(site))]
                 rounded = _rounded(kept, equation.invars, operands)
                 results = run_wide(equation, rounded)
                 return _rounded(kept, equation.outvars, results)
@@ -125,12 +135,39 @@ class Widths:
     def _watch(
         self, site: Site, inputs: Sequence[Any], results: Sequence[Any]
     ) -> Watched:
-        if site.indices not in self._makers:
-            return Watched(results)
+        is_root = site.indices in self._makers
+        return Watched(results, self.record(results) if is_root else None)
+
+
+class Widths(WidthsBy[Unit]):
+    """By function and scope; a run has to be finite."""
+
+    def __init__(self, main: Frame, roots: Collection[Variable]) -> None:
+        super().__init__(main, roots, unit_of)
+
+    def keep(self, inputs: Sequence[Any]) -> str | InFunctions | None:
+        """The least `keep` with which a run is finite; None if none helps."""
+        found = self.least(inputs)
+        return keep_of(found, self.units) if found else None
+
+    def holds(self, records: Records) -> bool:
+        return not any(map(_holds_nan, leaves_of(records)))
+
+    def record(self, results: Sequence[Any]) -> Any:
         floats = filter(is_inexact_atom, results)
         is_finite = jnp.stack([jnp.all(jnp.isfinite(x)) for x in floats])
         number = jnp.where(is_finite.all(), jnp.float32(0), jnp.float32(jnp.nan))
-        return Watched(results, key_of(jnp.stack([number, number])))
+        return key_of(jnp.stack([number, number]))
+
+
+def makers(main: Frame, roots: Collection[Variable]) -> set[Indices]:
+    """The places of the operations that make these, in calls too."""
+    nearest = behind(roots, _through_calls)
+    return {
+        frame.indices_of(index)
+        for frame, index in main.operations()
+        if any((frame, x) in nearest for x in frame.jaxpr.eqns[index].outvars)
+    }
 
 
 def _is_cast_product(site: Site) -> bool:
@@ -179,11 +216,12 @@ def _through_calls(frame: Frame, atom: Any) -> list[Variable]:
     return [(x, x.jaxpr.outvars[maker.result]) for x in frame.called(maker.position)]
 
 
-def _leaves(records: Any) -> list[Any]:
+def leaves_of(records: Any) -> list[Any]:
+    """The records of all operations."""
     if isinstance(records, WhileRecords):
-        return _leaves(records.bad)
+        return leaves_of(records.bad)
     if isinstance(records, dict):
-        return [leaf for x in records.values() for leaf in _leaves(x)]
+        return [leaf for x in records.values() for leaf in leaves_of(x)]
     return [records]
 
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jls.health`: a verdict on a run from its counters, in words."""
 
+import itertools
 import math
 import warnings
 from collections.abc import Iterable
-from itertools import compress
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +20,7 @@ from jls._scalers.rule import bounds_of, scalar
 from jls._scalers.static import is_static
 from jls._state import Run, find, is_wrapper_state, run_in
 from jls._step import FoundWrapper, find_wrappers, sums_squares, wrapper_of
-from jls._text import an, at, wrapped
+from jls._text import an, at, listed, wrapped
 from jls._tools.run.poison import find_poison, suspects_in
 from jls._tools.run.small import measure_small
 from jls._tools.run.verdict import (
@@ -41,6 +41,7 @@ from jls._types import (
     SkipReason,
     SpikeState,
     StaticState,
+    StepReport,
     skip_reason_of,
     wrapper_metrics,
 )
@@ -62,7 +63,7 @@ class Health(NamedTuple):
     sentence: str
     numbers: dict[str, Any]
     # The call of `jls.check_step` that shows how much of the step is in half precision;
-    # "" under a static scale.
+    # "" under a static scale, and for a run that is ok after 1000 steps.
     ask: str = ""
 
     @property
@@ -159,7 +160,7 @@ def health(
       "bad scale", "stalled" and "poisoned"; `sentence` says what is the case, and where
       to read what to do, on one line; its `str` has lines of at most 80 columns, and
       under a dynamic scale ends with `ask`, the `jls.check_step` call that shows how
-      much of the step is half.
+      much of the step is half, unless the run is ok after 1000 steps.
       `numbers` holds what `jls.metrics(state, host=True)` returns (`last_skip_reason`
       as a `jls.types.SkipReason`), whether the scale `is_static`, and its bounds, which
       are None if they are not known; whether the run is `poisoned`, None if nothing was
@@ -234,7 +235,7 @@ def health(
     counts["last_skip_reason"] = skip_reason_of(counts["last_skip_reason"])
     steps, skipped = counts["steps"], counts["consecutive_skips"]
     flags = on_host["bad"]
-    flagged = {x: [*compress(suspects[x].named, flags[x])] for x in suspects}
+    flagged = {x: [*itertools.compress(suspects[x].named, flags[x])] for x in suspects}
     poisoned, masks, is_doubted = find_poison(flagged, steps, skipped)
     known = _describe_scale(subject, run.state.scaler_state, counts["loss_scale"])
     known |= {"poisoned_leaves": poisoned, "masks": masks}
@@ -267,7 +268,7 @@ def health(
     known["poisoned"] = facts.poisoned if poisoned else None
     numbers = strict(counts | known | small | policy)
     verdict, sentence = diagnose(facts)
-    result = Health(verdict, sentence, numbers, ask_for_half(facts))
+    result = Health(verdict, sentence, numbers, ask_for_half(facts, verdict))
     if result.verdict in raise_if:
         raise UnhealthyError(result)
     if result.verdict in warn_if:
@@ -276,7 +277,9 @@ def health(
 
 
 def _check_params(params: Any) -> None:
-    write = "The order is jls.health(opt_state, params); None does not look."
+    write = _ORDER
+    if isinstance(params, StepReport):
+        raise TypeError(f"params must be the parameters, got StepReport. {_ORDER}")
     if (hasattr(params, "update") and hasattr(params, "init")) or is_optimizer(params):
         write = (
             "The optimizer goes by keyword: "
@@ -325,6 +328,8 @@ def _gather(
 ) -> _Subject:
     """What is given, and what `state` carries beside the optimizer's own."""
     held = carried_by(state)
+    if held.params is not None and params is not None:
+        _check_same(params, held.params)
     others = [] if carried is None else [carried]
     is_nnx = held.is_nnx or is_model(params)
     if is_model(params):
@@ -374,16 +379,20 @@ def _check_shapes(params: Any, inner_state: Any) -> None:
     nodes = jax.tree.leaves(inner_state, is_leaf=lambda x: type(x) in kinds)
     names, leaves = named_floats(params)
     shapes = list(map(jnp.shape, leaves))
-    for node in (getattr(x, kinds[type(x)]) for x in nodes if type(x) in kinds):
-        known = list(map(jnp.shape, jax.tree.leaves(node)))
+    moments = [getattr(x, kinds[type(x)]) for x in nodes if type(x) in kinds]
+    of_each = [list(map(jnp.shape, jax.tree.leaves(x))) for x in moments]
+    of_all = list(itertools.chain(*of_each))
+    fitting = [x for x in of_each if len(x) == len(shapes)]
+    if not fitting and 1 < len(of_all) < len(shapes):  # for a part of the parameters
+        fitting = [of_all]
+    for known in fitting:
         without_axis = [x[1:] for x in known]  # of `jax.pmap`
-        is_other = len(known) == len(shapes) and {*shapes}.isdisjoint(
-            [*known, *without_axis]
-        )
+        is_other = {*shapes}.isdisjoint([*known, *without_axis])
         if is_other and sum(map(math.prod, shapes)) != sum(map(math.prod, known)):
             raise ValueError(
                 "params must be those that the optimizer was initialized with, got "
-                f"shape {shapes[0]}{at(names[0])}, where its moments have {known[0]}."
+                f"shape {shapes[0]}{at(names[0])}, where its moments have {known[0]}. "
+                f"{_ORDER}"
             )
 
 
@@ -408,6 +417,22 @@ def _strays(inner_state: Any) -> bool:
         if least >= 0 and most > _OFTEN:
             return True
     return False
+
+
+def _check_same(params: Any, held: Any) -> None:
+    """Raises if a `TrainState` comes with parameters that cannot be its own."""
+    given, own = (
+        sorted(map(jnp.shape, named_floats(tree)[1])) for tree in (params, held)
+    )
+    if given not in (own, sorted(x[1:] for x in own)):  # of `jax.pmap`
+        raise ValueError(
+            "params must be those of the TrainState, or left out, got others: their "
+            f"shapes are {listed(list(map(str, given)))}, its own "
+            f"{listed(list(map(str, own)))}. Write jls.health(state)."
+        )
+
+
+_ORDER = "The order is jls.health(opt_state, params); None does not look."
 
 
 # Spikes.

@@ -13,7 +13,7 @@ import numpy as np
 
 from jls import _validate
 from jls._mistakes import warn
-from jls._text import describe
+from jls._text import describe, naming_arguments
 from jls._tree import is_array
 from jls._types import BadBatch, BatchT, SkipReason, StepReport
 
@@ -296,6 +296,7 @@ def _read_scalar(name: str, array: Any) -> Any:
     return values[0]
 
 
+@naming_arguments(max_retries="retries")
 def requeue(
     batches: Iterable[BatchT],
     *,

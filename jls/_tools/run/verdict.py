@@ -176,7 +176,7 @@ def diagnose(facts: Facts) -> tuple[Verdict, str]:
     sentences = [row.fact(facts)]
     # A loss that is not finite spoils all gradients, and poison is in no gradient: the
     # names of gradients would say nothing.
-    others = None, SkipReason.LOSS, SkipReason.SPIKE
+    others = None, SkipReason.LOSS, SkipReason.SPIKE, SkipReason.ATOMIC
     if facts.skipped_for not in others and row.verdict != "poisoned":
         sentences.append(_culprits(facts))
     if row.verdict != "poisoned":
@@ -247,6 +247,8 @@ def _stalled(facts: Facts) -> str:
     because = f", the last one for its {reason.name.lower()}" if reason else ""
     if reason == SkipReason.SPIKE:
         because = f", the last one as a spike ({_over(facts)})"
+    if reason == SkipReason.ATOMIC:
+        because = ", the last one with another optimizer's, in a block of jls.atomic"
     return (
         f"the last {facts.consecutive_skips} steps were all skipped{because}, and "
         f"nothing is being learned{facts.at_scale}"
@@ -260,9 +262,12 @@ def _bad_gradients_of_last(facts: Facts) -> str:
     return f"the gradients of the last step were {bad}"
 
 
-def ask_for_half(facts: Facts) -> str:
-    """The line to write that says how much of a step is half, which no state knows."""
-    if not facts.moves:
+def ask_for_half(facts: Facts, verdict: Verdict) -> str:
+    """The line to write that says how much of a step is half, which no state knows.
+
+    A run that is well for long needs it no more.
+    """
+    if not facts.moves or (verdict == "ok" and facts.steps > _EARLY):
         return ""
     return f"Half precision? print(jls.check_step({_arguments(facts)}))"
 
@@ -380,6 +385,11 @@ def _recovering(facts: Facts) -> str:
     what = f"{_bad_gradients_of_last(facts)}, and it was skipped"
     if facts.skipped_for == SkipReason.NONE:
         what = "the last step was skipped"
+    if facts.skipped_for == SkipReason.ATOMIC:
+        what = (
+            "another optimizer in the block of jls.atomic skipped its last step, and "
+            "this one's was skipped with it"
+        )
     never_moves = ", and never moves" if facts.is_static and facts.has_scale else ""
     return (
         f"{what}, {facts.consecutive_skips} in a row{facts.at_scale}{never_moves}. "
@@ -442,8 +452,9 @@ def _ok(facts: Facts) -> str:
     return f"{_skips(facts)}{facts.at_scale}{hint}{_started_high(facts)}"
 
 
-# A run that is compared with another one is no longer than this.
-_START = 100
+# A run that is compared with another one is no longer than this; and how long it is
+# asked whether anything is half.
+_START, _EARLY = 100, 1000
 
 
 def _started_high(facts: Facts) -> str:
