@@ -613,7 +613,7 @@ def _norm(
 def _query_spike_policy(
     step: _Step, observed: _Observed, norm: Array | None
 ) -> tuple[Any, Array]:
-    """The next state of the policy, and whether it skips a finite step."""
+    """The policy's next state if a step counts, and whether it skips a finite step."""
     wrapper, old = step.wrapper, step.state.spike_state
     policy = wrapper.spikes
     _check_spike_state(wrapper, step.state)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface between `jls.train_step` and a model library.
 
-An adapter, one class for each library, is made of one `StepCall` of a step:
+An adapter, one class for each library, is made of a `StepCall`:
 
     takes(call)   whether the arguments are of its library
     order(...)    the `Order` of the arguments
