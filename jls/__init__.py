@@ -59,6 +59,8 @@ if _typing.TYPE_CHECKING:  # loaded when they are used
     from jls._tools.check.check import check_step as check_step
     from jls._tools.origin.calibrate import calibrate as calibrate
     from jls._tools.origin.why import why as why
+    from jls._tools.compare.compare import compare as compare
+    from jls._tools.compare.fingerprint import fingerprint as fingerprint
     from jls._tools.run.sync import check_in_sync as check_in_sync
     from jls._tools.run.requeue import requeue as requeue
 from jls._types import JlsWarning as JlsWarning
@@ -96,6 +98,8 @@ if not _typing.TYPE_CHECKING:  # to a type checker every name would be one
             "check_step": "check.check",
             "calibrate": "origin.calibrate",
             "why": "origin.why",
+            "compare": "compare.compare",
+            "fingerprint": "compare.fingerprint",
             "check_in_sync": "run.sync",
             "requeue": "run.requeue",
         },

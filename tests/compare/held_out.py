@@ -134,13 +134,11 @@ class ConvNet(linen.Module):
         x = linen.Conv(6, (3, 3))(x)
         x = linen.BatchNorm(use_running_average=False, epsilon=1e-5)(x)
         x = linen.relu(x)
-        padding = "VALID" if self.bug == "padding" else "SAME"
         x = linen.max_pool(x, (2, 2), (2, 2))
         x = linen.Conv(8, (3, 3), padding="SAME")(x)
         if self.bug == "shifted":
             x = jnp.roll(x, 1, axis=2)  # bug: shifted
         x = linen.gelu(x, approximate=self.bug != "exact")  # bug: exact
-        del padding
         return linen.Dense(5)(x.mean((1, 2)))
 
 
@@ -170,8 +168,8 @@ class Mlp(nnx.Module):
 
     def __call__(self, x):
         x = self.norm(self.first(x))
-        x = nnx.silu(x) if self.bug != "activation" else nnx.softplus(x) - 0.3
-        # bug: activation, one line above
+        is_right = self.bug != "activation"
+        x = nnx.silu(x) if is_right else nnx.softplus(x) - 0.3  # bug: activation
         return self.last(x)
 
 
@@ -226,7 +224,7 @@ def ppo_by_hand(params, batch):
     """The loss, with the mean of each half, and the square as a product."""
 
     def loss_fn(params):
-        halves = [{k: v for k, v in batch.items()}]
+        halves = [dict(batch)]
         loss = sum(ppo(params, x, "") for x in halves) / len(halves)
         return loss * 3.0 / 3.0
 
@@ -276,6 +274,7 @@ def _conv_pair(bug):
 
 def _mlp_pair(bug):
     if bug == "activation":
+
         def other(model, x):
             return jnp.mean(jax.nn.logsumexp(Mlp(bug)(x), -1))
 
