@@ -124,6 +124,9 @@ def replay(
       arithmetic: how it is computed. `BOTH` gives the watch pairs, and returns them.
       only: the places of the operations to watch, and of the calls around them. What
         they do not need is left out, and a result that is not computed is None.
+      merging: how the records of several iterations or devices become one.
+      around: gives the function that is called for a loop, branches or a `shard_map`,
+        from its site and the function that runs it.
     """
     held = list(map(arithmetic.held, operands))
     used = None if only is None else ()

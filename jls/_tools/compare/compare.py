@@ -143,11 +143,13 @@ def _difference(a: Fingerprint, b: Fingerprint, is_same: bool = False) -> Differ
 
 def _differs(found: Found) -> bool:
     """Whether something but rounding is to blame."""
-    return bool(found.bad and (found.birth or found.argument or _is_apart(found)))
+    is_to_blame = found.birth or found.argument or _is_apart(found)
+    return bool((found.bad or found.is_same) and is_to_blame)
 
 
 def _is_apart(found: Found) -> bool:
-    return bool(found.only_a or found.only_b or not found.errors)
+    is_unknown = found.bad and not found.errors
+    return bool(found.only_a or found.only_b or is_unknown)
 
 
 def _check(a: Fingerprint, b: Fingerprint) -> None:

@@ -9,12 +9,13 @@ operands do not.
 
 import difflib
 import itertools
+import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from jls._tools.compare.fingerprint import Feed, Fingerprint, Operation, Run
+from jls._tools.compare.fingerprint import IN_FLOAT32, Feed, Fingerprint, Operation
 from jls._tools.compare.sketch import apart
 
 # Of a unit of the coarsest dtype, of what the last bits of the arguments change, and of
@@ -47,19 +48,20 @@ class Found(NamedTuple):
     results: list[tuple[int, int, float]]  # of both programs, and the error
     bad: list[int]  # those in `results` that rounding does not explain
     flipped: list[int]  # whose choices differ, by rounding
+    is_same: bool  # whether they are two runs of one program
 
 
 class _Side:
     """One of the two programs, without what it computes twice."""
 
-    def __init__(
-        self, made: Fingerprint, run: Run, nudged: Run | None, is_same: bool
-    ) -> None:
-        self.made, self.run, self.nudged = made, run, nudged
+    def __init__(self, made: Fingerprint, run: str, nudged: str, is_same: bool) -> None:
+        self.made, self.run, self.nudged = made, made.runs[run], made.runs.get(nudged)
+        # The unit of the coarsest dtype in this run.
+        self.most = _EPS if run == IN_FLOAT32 else math.inf
         first, self.once = dict[Hashable, int](), list[int]()
         for i, operation in enumerate(made.operations):
             place = operation.place
-            sketch = run.operations[i]
+            sketch = self.run.operations[i]
             key = (place.operation, operation.code, sketch.shape, sketch.tobytes())
             key = i if is_same else key
             self.once.append(first.setdefault(key, i))
@@ -72,9 +74,10 @@ class _Side:
             tuple({self._merged(x) for x in value.feeds}) for value in made.results
         ]
         self.noise = dict[int, np.ndarray]()
-        if nudged:
+        if self.nudged:
             for i in self.kept:
-                self.noise[i] = apart(run.operations[i], nudged.operations[i]).error
+                other = self.nudged.operations[i]
+                self.noise[i] = apart(self.run.operations[i], other).error
 
     def _merged(self, feed: Feed) -> Feed:
         return feed if feed.index < 0 else Feed(self.once[feed.index], feed.late)
@@ -91,7 +94,7 @@ class _Side:
         return found
 
     def unit(self, i: int) -> float:
-        return self.made.operations[i].unit
+        return min(self.made.operations[i].unit, self.most)
 
     def moment(self, i: int, iteration: Sequence[int]) -> tuple[int, ...]:
         """By it operations are in the order in which they run."""
@@ -121,7 +124,7 @@ def find(
       is_same: whether they are two runs of one program, of which every bit counts.
     """
     sides = [
-        _Side(made, made.runs[name], made.runs.get(other), is_same)
+        _Side(made, name, other, is_same)
         for made, name, other in zip((a, b), runs, nudged, strict=True)
     ]
     return _Search(*sides, is_same).found()
@@ -173,6 +176,8 @@ class _Search:
         bad = [i for i, _, error, limit in results if error > limit]
         pairs = {i: j for i, j, _, _ in results}
         behind_a = self.a.behind(bad, self.is_odd)
+        if self.is_same:  # what reaches no result counts too
+            behind_a = set(filter(self.is_odd, self.a.kept))
         of_b = [pairs[i] for i in bad]
         behind_b = self.b.behind(of_b, lambda j: self._is_odd_in_b(j))
         reach_a = _reach(self.a, self.error, self.given)
@@ -219,6 +224,7 @@ class _Search:
             [(i, j, error) for i, j, error, _ in results],
             [n for n, (i, *_) in enumerate(results) if i in bad],
             flipped,
+            self.is_same,
         )
 
     def _is_odd_in_b(self, j: int) -> bool:

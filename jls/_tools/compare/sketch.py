@@ -81,7 +81,8 @@ def _projected(x: Any, xp: Any) -> Any:
 
 
 def _signs(count: int, xp: Any) -> Any:
-    bits = random_bits(count, xp)[:, None] >> xp.arange(PROJECTIONS, dtype=np.uint32)
+    number = xp.arange(PROJECTIONS, dtype=np.uint32)[None]
+    bits = random_bits(count, xp)[:, None] >> number
     return 1 - 2 * (bits & np.uint32(1)).astype(np.float32)
 
 
