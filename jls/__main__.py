@@ -35,8 +35,8 @@ DOCTOR = (
 )
 COMPARE = (
     "Says at which operation two programs part, from their fingerprints: files that "
-    "jls.fingerprint(step, *args).save(path) wrote, perhaps on two machines. Exits with "
-    "0 if they are equal, else with 1."
+    "jls.fingerprint(step, *args).save(path) wrote, perhaps on two machines. Exits "
+    "with 0 if they are equal, else with 1."
 )
 
 EXAMPLES = """\

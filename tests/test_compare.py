@@ -366,7 +366,7 @@ def test_bad_fingerprints(tmp_path):
     with pytest.raises(ValueError, match=r'path must end in "\.npz"'):
         made.save(tmp_path / "x.npy")
     np.savez(tmp_path / "other.npz", x=np.ones(2))
-    with pytest.raises(ValueError, match="must be a file that Fingerprint.save wrote"):
+    with pytest.raises(ValueError, match="must be a file that"):
         jls.types.Fingerprint.load(tmp_path / "other.npz")
     with pytest.raises(ValueError, match="must be given the same arguments, got x of"):
         jls.compare(made, jnp.tanh, ROWS[0])

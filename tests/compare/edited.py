@@ -97,8 +97,9 @@ def gpt(params, tokens, bug="", kind="loop"):
     else:
         one = jax.checkpoint(block, static_argnums=2) if kind == "remat" else block
         for i in range(count):
-            x = one({name: y[i] for name, y in layers.items()}, x, bug)
-    x = layer_norm(x, params["last"], "")  # bug: layer less
+            w = {name: y[i] for name, y in layers.items()}  # bug: layer less
+            x = one(w, x, bug)
+    x = layer_norm(x, params["last"], "")
     return x @ params["embed"].T
 
 
@@ -195,7 +196,7 @@ def clamped_wrongly(x):
 
 
 def _backward(x, ct):
-    return (ct * (jnp.abs(x) <= 1.2),)  # bug: rule
+    return (ct * (jnp.abs(x) <= 2),)  # bug: rule
 
 
 clamped_wrongly.defvjp(lambda x: (jnp.clip(x, -1, 1), x), _backward)

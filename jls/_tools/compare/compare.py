@@ -16,7 +16,7 @@ from jls._tools.compare.fingerprint import (
     Operation,
     recorder,
 )
-from jls._tools.compare.pairs import Found, find, same_names
+from jls._tools.compare.pairs import FACTOR, UNIT, Found, find, same_names
 from jls._tools.compare.sketch import FIRST, apart
 from jls._tools.origin.result import place_in_words
 
@@ -125,7 +125,8 @@ def _difference(a: Fingerprint, b: Fingerprint, is_same: bool = False) -> Differ
             found = written
     is_equal = not _differs(found)
     results = {a.results[i].name: error for i, _, error in written.results}
-    if is_equal and any(runs) and not is_same and written.bad:
+    is_rounded = max(results.values()) > FACTOR * UNIT
+    if is_equal and any(runs) and not is_same and is_rounded:
         notes += _rounding(a, b, results)
     if found.flipped and is_equal and found.bad:
         place = a.operations[found.flipped[0]].place

@@ -23,7 +23,7 @@ from jls._tools.compare.sketch import apart
 FACTOR = 8.0
 # Fewer elements may be equal by chance.
 _FEW = 8
-_EPS = 2.0**-23
+UNIT = 2.0**-23  # of float32
 _LEAST = 2.0**-149  # the error of two runs of which a bit differs
 
 
@@ -57,7 +57,7 @@ class _Side:
     def __init__(self, made: Fingerprint, run: str, nudged: str, is_same: bool) -> None:
         self.made, self.run, self.nudged = made, made.runs[run], made.runs.get(nudged)
         # The unit of the coarsest dtype in this run.
-        self.most = _EPS if run == IN_FLOAT32 else math.inf
+        self.most = UNIT if run == IN_FLOAT32 else math.inf
         first, self.once = dict[Hashable, int](), list[int]()
         for i, operation in enumerate(made.operations):
             place = operation.place
@@ -211,7 +211,7 @@ class _Search:
         births.sort(key=lambda x: self.a.moment(x.a, x.iteration))
         birth = births[0] if births else None
         argument = next(
-            ((i, x) for i, x in self.given.items() if x > FACTOR * _EPS), None
+            ((i, x) for i, x in self.given.items() if x > FACTOR * UNIT), None
         )
         only_a = _only(self.a, behind_a, self.pair, birth and birth.a)
         only_b = _only(self.b, behind_b, self.back, birth and birth.b)
@@ -235,13 +235,11 @@ class _Search:
         found = []
         for i, j in same_names(self.a.made.results, self.b.made.results).items():
             error = self._apart(self.a.run.results[i], self.b.run.results[j]).item()
-            noise = (
-                0.0
-                if self.is_same
-                else max(self.a.made.results[i].unit, self.b.made.results[j].unit)
-            )
+            noise = 0.0
             for side, k in ((self.a, i), (self.b, j)):
-                if side.nudged and not self.is_same:
+                if not self.is_same:
+                    noise = max(noise, min(side.made.results[k].unit, side.most))
+                if side.nudged:
                     other = side.nudged.results[k]
                     more = apart(side.run.results[k], other).error.item()
                     noise = max(noise, more)
