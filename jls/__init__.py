@@ -10,8 +10,8 @@ It runs float32 programs in half precision, skips bad steps, and says why.
 #   __main__
 #   __init__
 #   types _tools.cli
-#   _wrapper _checkpoint _train _tools.check _tools.origin _tools.run
-#   _unguarded
+#   _wrapper _checkpoint _train _tools.check _tools.compare _tools.run
+#   _unguarded _tools.origin
 #   _step _scale _ema _autocast _tools.reading
 #   _applied _bfloat16
 #   _metrics _mistakes _train_state presets

@@ -196,7 +196,7 @@ def clamped_wrongly(x):
 
 
 def _backward(x, ct):
-    return (ct * (jnp.abs(x) <= 2),)  # bug: rule
+    return (ct * (jnp.abs(x) <= 2),)
 
 
 clamped_wrongly.defvjp(lambda x: (jnp.clip(x, -1, 1), x), _backward)
@@ -204,7 +204,8 @@ clamped_wrongly.defvjp(lambda x: (jnp.clip(x, -1, 1), x), _backward)
 
 def ruled(bug):
     rule = clamped_wrongly if bug else clamped
-    return jax.grad(lambda w, x: jnp.sum(jnp.sin(rule(x @ w))))
+    # JAX gives what a rule computes the line of its call.
+    return jax.grad(lambda w, x: jnp.sum(jnp.sin(rule(x @ w))))  # bug: rule
 
 
 def branched(bug):
@@ -356,18 +357,21 @@ def eqx_gradient(bug):
     return eqx.filter_value_and_grad(loss_fn)
 
 
-def haiku_gradient(bug):
+def haiku_net(bug):
     def net(x):
         x = jnp.tanh(hk.Linear(8)(x))
         x = x + (0.01 if bug == "haiku" else 0.0)  # bug: haiku
         return hk.Linear(2)(x).sum()
 
-    return jax.grad(hk.without_apply_rng(hk.transform(net)).apply)
+    return hk.without_apply_rng(hk.transform(net))
+
+
+def haiku_gradient(bug):
+    return jax.grad(haiku_net(bug).apply)
 
 
 def haiku_params():
-    net = hk.transform(lambda x: hk.Linear(2)(jnp.tanh(hk.Linear(8)(x))))
-    return net.init(jax.random.key(1), BATCH["x"])
+    return haiku_net("").init(jax.random.key(1), BATCH["x"])
 
 
 EDITED = dict.fromkeys(

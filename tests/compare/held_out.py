@@ -49,7 +49,7 @@ def gru_step(bug):
     def step(params, state, batch):
         loss, grads = jax.value_and_grad(gru)(params, batch, bug)
         if bug == "b2":
-            grads = jax.tree.map(lambda g: g * (b2 + 0.01), grads)  # bug: b2
+            grads = jax.tree.map(lambda g: g * (b2 + 0.02), grads)  # bug: b2
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
@@ -106,7 +106,7 @@ def ppo(params, batch, bug):
     if bug == "ddof":
         spread = jnp.std(adv, ddof=1)  # bug: ddof
     adv = (adv - adv.mean()) / (spread + 1e-8)
-    top = 1.2 if bug == "clip" else 1.1
+    top = 1.2 if bug == "clip" else 1.02
     clipped = jnp.clip(ratio, 0.9, top)  # bug: clip
     policy = -jnp.minimum(ratio * adv, clipped * adv).mean()
     entropy = -jnp.sum(jnp.exp(jax.nn.log_softmax(logits)) * logits, -1).mean()
@@ -137,7 +137,7 @@ class ConvNet(linen.Module):
         x = linen.max_pool(x, (2, 2), (2, 2))
         x = linen.Conv(8, (3, 3), padding="SAME")(x)
         if self.bug == "shifted":
-            x = jnp.roll(x, 1, axis=2)  # bug: shifted
+            x = jnp.roll(x, 1, axis=3)  # bug: shifted
         x = linen.gelu(x, approximate=self.bug != "exact")  # bug: exact
         return linen.Dense(5)(x.mean((1, 2)))
 

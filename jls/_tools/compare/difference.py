@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jls._program.places import Place
-from jls._text import and_more, listed, quantity, wrapped
+from jls._text import and_more, wrapped
 from jls._tools.origin.result import place_in_words
 
 
@@ -80,7 +80,7 @@ class Difference(NamedTuple):
         """
         from jls._tools.compare.difference_plot import draw
 
-        return draw(self)
+        return draw(self.errors, self.birth)
 
     def _headline(self) -> str:
         if self.equal:
@@ -92,20 +92,24 @@ class Difference(NamedTuple):
         size = percent(self.birth.error)
         if self.birth.a.operation == "argument":
             return f"an argument differs, by {size}: {self.birth.a.module}."
+        place = f"they part at {self.birth.a.operation} ({self.birth.dtype})"
+        sides = [x for x, y in (("a", self.only_a), ("b", self.only_b)) if y]
+        if sides:
+            has = "has" if len(sides) == 1 else "have each"
+            where = f"behind what only {' and '.join(sides)} {has}"
+            return f"{place}, {where}: its results differ by {size}."
         agree = "agree"
         if self.birth.inputs_error:
             agree = f"agree to {percent(self.birth.inputs_error)}"
-        return (
-            f"they part at {self.birth.a.operation} ({self.birth.dtype}): its operands "
-            f"{agree}, its results differ by {size}."
-        )
+        return f"{place}: its operands {agree}, its results differ by {size}."
 
     def _results_in_words(self) -> str:
         found = {name: x for name, x in self.results.items() if x}
-        worst = sorted(found, key=lambda name: -found[name])[:1]
-        most = [f"{name} by {percent(found[name])}" for name in worst]
-        count = quantity(len(self.results), "result")
-        return f"{len(found)} of {count} differ, most {listed(most)}."
+        worst = max(found, key=lambda name: found[name])
+        most = f"{worst} by {percent(found[worst])}"
+        if len(self.results) == 1:
+            return f"The result differs by {percent(found[worst])}."
+        return f"{len(found)} of {len(self.results)} results differ, most {most}."
 
 
 _MOST_LINES = 12

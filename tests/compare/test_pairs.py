@@ -1,0 +1,42 @@
+"""`jls.compare` names the line of an edit, and says nothing of equal programs."""
+
+import linecache
+
+import edited
+import held_out
+import pytest
+
+import jls
+
+EDITED = [(module, name) for module in (edited, held_out) for name in module.EDITED]
+EQUAL = [(module, name) for module in (edited, held_out) for name in module.EQUAL]
+
+
+def marked(place, name):
+    """Whether a comment on a line says that the mistake is there."""
+    line = linecache.getline(place.file, place.line).strip()
+    return line.endswith(f"# bug: {name.removesuffix(', scan')}")
+
+
+def test_there_are_as_many_pairs_as_it_takes():
+    assert len(EDITED) + len(EQUAL) >= 60
+    assert len(EQUAL) >= 20
+    assert len(held_out.EDITED) + len(held_out.EQUAL) >= 20
+
+
+@pytest.mark.parametrize(("module", "name"), EDITED)
+def test_the_line_of_an_edit_is_named(module, name):
+    a, b, args = module.EDITED[name](name)
+    found = jls.compare(a, b, *args)
+    assert not found.equal
+    said = [found.birth.a, found.birth.b] if found.birth else []
+    said += [*found.only_a[:1], *found.only_b[:1]]
+    assert any(marked(place, name) for place in said), found
+
+
+@pytest.mark.parametrize(("module", "name"), EQUAL)
+def test_of_equal_programs_nothing_is_said(module, name):
+    a, b, args = module.EQUAL[name]()
+    found = jls.compare(a, b, *args)
+    assert found.equal, found
+    assert (found.birth, found.only_a, found.only_b) == (None, (), ())
