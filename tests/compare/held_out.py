@@ -106,7 +106,7 @@ def ppo(params, batch, bug):
     if bug == "ddof":
         spread = jnp.std(adv, ddof=1)  # bug: ddof
     adv = (adv - adv.mean()) / (spread + 1e-8)
-    top = 1.2 if bug == "clip" else 1.02
+    top = 5.0 if bug == "clip" else 1.1
     clipped = jnp.clip(ratio, 0.9, top)  # bug: clip
     policy = -jnp.minimum(ratio * adv, clipped * adv).mean()
     entropy = -jnp.sum(jnp.exp(jax.nn.log_softmax(logits)) * logits, -1).mean()

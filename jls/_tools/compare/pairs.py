@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jls._tools.compare.fingerprint import IN_FLOAT32, Feed, Fingerprint, Operation
+from jls._program.places import Place
+from jls._tools.compare.fingerprint import IN_FLOAT32, Feed, Fingerprint
 from jls._tools.compare.sketch import apart
 
 # Of a unit of the coarsest dtype, of what the last bits of the arguments change, and of
@@ -92,6 +93,13 @@ class _Side:
                 found.add(i)
                 stack += [x.index for x in self.feeds[i]]
         return found
+
+    def place(self, i: int) -> Place:
+        return self.made.operations[i].place
+
+    @property
+    def stops(self) -> list[int]:
+        return [i for i in self.kept if self.place(i).operation == "stop_gradient"]
 
     def unit(self, i: int) -> float:
         return min(self.made.operations[i].unit, self.most)
@@ -215,11 +223,17 @@ class _Search:
         )
         only_a = _only(self.a, behind_a, self.pair, birth and birth.a)
         only_b = _only(self.b, behind_b, self.back, birth and birth.b)
+        places = [self.a.place(i) for i in (*only_a, *([birth.a] if birth else []))]
+        places += [self.b.place(j) for j in only_b]
+        if (only_a or only_b) and all(x.is_backward for x in places):
+            # It computes nothing, but decides what the backward pass has.
+            only_a |= {i for i in self.a.stops if i not in self.pair}
+            only_b |= {j for j in self.b.stops if j not in self.back}
         return Found(
             birth,
             argument,
-            only_a,
-            only_b,
+            sorted(only_a),
+            sorted(only_b),
             {i: float(x.max()) for i, x in self.error.items() if x.size},
             [(i, j, error) for i, j, error, _ in results],
             [n for n, (i, *_) in enumerate(results) if i in bad],
@@ -249,8 +263,8 @@ class _Search:
 
 def _only(
     side: _Side, behind: set[int], pair: Collection[int], birth: int | None
-) -> list[int]:
-    """The operations without a like, first ones first: those on the way to the birth.
+) -> set[int]:
+    """The operations without a like, if there is a birth those on the way to it.
 
     Args:
       side: the program.
@@ -265,18 +279,7 @@ def _only(
         feeds = {x.index for x in side.feeds[stack.pop()]} & found - near
         near |= feeds
         stack += feeds
-    operations = side.made.operations
-    starts = near or found
-    if all(operations[i].place.is_backward for i in starts) and (
-        birth is None or operations[birth].place.is_backward
-    ):  # what the forward pass has computes nothing, but decides what there is of it
-        stopped = {i for i in side.kept if i not in pair and _is_stop(operations[i])}
-        found, near = found | stopped, near | stopped
-    return sorted(found, key=lambda i: (i not in near, i))
-
-
-def _is_stop(operation: Operation) -> bool:
-    return operation.place.operation == "stop_gradient"
+    return found if birth is None else near
 
 
 def same_names(a: Sequence, b: Sequence) -> dict[int, int]:
