@@ -145,13 +145,12 @@ def test_rounding_that_grows_is_no_difference():
 
 
 def test_a_mask_does_not_hide_the_rest():
-    def masked(x, factor):
+    def masked(x, more):
         mask = jnp.arange(x.shape[1]) < 3
-        return jax.nn.softmax(jnp.where(mask, x, -1e9) * factor)
+        return jnp.tanh(jnp.where(mask, x, -1e9) + more)
 
-    right, wrong = (functools.partial(masked, factor=x) for x in (1.0, 1.001))
-    birth = jls.compare(right, wrong, ROWS).birth
-    assert birth.a.operation == "mul"
+    right, wrong = (functools.partial(masked, more=x) for x in (0.5, 0.501))
+    assert jls.compare(right, wrong, ROWS).birth.a.operation == "add"
 
 
 def test_a_choice_that_falls_otherwise_is_followed():

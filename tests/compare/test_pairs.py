@@ -10,6 +10,8 @@ import pytest
 
 import jls
 
+pytestmark = pytest.mark.standard_promotion
+
 EDITED = [(module, name) for module in (edited, held_out) for name in module.EDITED]
 EQUAL = [(module, name) for module in (edited, held_out) for name in module.EQUAL]
 

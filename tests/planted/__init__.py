@@ -4,6 +4,7 @@ from planted import (
     autocast,
     bfloat16,
     check,
+    compare,
     core,
     float8,
     origin,
@@ -27,6 +28,7 @@ FAULTS = [
         origin,
         run,
         check,
+        compare,
     )
     for fault in module.FAULTS
 ]

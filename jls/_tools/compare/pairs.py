@@ -223,9 +223,9 @@ class _Search:
         )
         only_a = _only(self.a, behind_a, self.pair, birth and birth.a)
         only_b = _only(self.b, behind_b, self.back, birth and birth.b)
-        places = [self.a.place(i) for i in (*only_a, *([birth.a] if birth else []))]
-        places += [self.b.place(j) for j in only_b]
-        if (only_a or only_b) and all(x.is_backward for x in places):
+        ends = [self.a.place(birth.a if birth else i) for i in only_a]
+        ends += [self.b.place(birth.b if birth else j) for j in only_b]
+        if any(x.is_backward for x in ends):
             # It computes nothing, but decides what the backward pass has.
             only_a |= {i for i in self.a.stops if i not in self.pair}
             only_b |= {j for j in self.b.stops if j not in self.back}
