@@ -95,9 +95,9 @@ def _run_compare(options: argparse.Namespace) -> None:
     from jls._tools.compare.fingerprint import Fingerprint
 
     try:
-        found = compare(*map(Fingerprint.load, (options.a, options.b)))
+        found = compare(Fingerprint.load(options.a), Fingerprint.load(options.b))
     except (OSError, ValueError) as error:
-        options.error(str(error))
+        return options.error(str(error))
     print(found)
     if not found.equal:
         raise SystemExit(1)

@@ -315,6 +315,7 @@ def test_a_compiled_program_is_compared_by_its_results():
     assert not found.equal
     assert found.birth is None
     assert "its operations cannot be read" in str(found)
+    assert jls.compare(compiled, compiled, SQUARE, ROWS).equal
 
 
 def test_the_picture_marks_the_birth():

@@ -100,6 +100,7 @@ class Watched(NamedTuple):
 
 Replayed = tuple[list[Any], Records]
 Watch = Callable[[Site, Sequence[Any], Sequence[Any]], Watched]
+Around = Callable[[Site, Callable[..., Any]], Callable[..., Any]]
 
 
 def replay(
@@ -110,7 +111,7 @@ def replay(
     arithmetic: Arithmetic = AS_WRITTEN,
     only: Container[Indices] | None = None,
     merging: "Merging | None" = None,
-    around: "Around" = lambda site, run: run,
+    around: Around = lambda site, run: run,
 ) -> Replayed:
     """The results of a program, and the records of its operations.
 
@@ -141,7 +142,7 @@ class _Replay(NamedTuple):
     arithmetic: Arithmetic
     only: Container[Indices] | None
     merging: "Merging"
-    around: "Around"
+    around: Around
     varying: frozenset[str] = frozenset()  # axes of shard_map that JAX keeps track of
 
     def run(
@@ -363,5 +364,3 @@ class Merging(NamedTuple):
 
 
 WORST = Merging(_before_iterations, _after_iteration, _of_worst_device)
-
-Around = Callable[[Site, Callable[..., Any]], Callable[..., Any]]

@@ -99,7 +99,8 @@ def compare(
         )
     if a is b and not are_made:
         made = recorder("jls.compare", "a", a, args, kwargs)
-        return _difference(*(made.fingerprint([WRITTEN]) for _ in range(2)), True)
+        first, second = (made.fingerprint([WRITTEN]) for _ in range(2))
+        return _difference(first, second, is_same=True)
     first, second = (
         given
         if isinstance(given, Fingerprint)
@@ -188,7 +189,7 @@ def _birth(a: Fingerprint, b: Fingerprint, found: Found) -> Parting | None:
         for made, x in ((a, first), (b, second))
     ]
     codes = first.code, second.code
-    return Parting(*places, first.dtype, at.error, at.inputs_error, codes)
+    return Parting(places[0], places[1], first.dtype, at.error, at.inputs_error, codes)
 
 
 def _iteration(
@@ -215,7 +216,7 @@ def _rounding(a: Fingerprint, b: Fingerprint, results: dict[str, float]) -> list
     def added(i: int) -> float:
         feeds = made.operations[i].feeds
         return errors[i] - max(
-            (errors[x.index] for x in feeds if x.index >= 0), default=0
+            (errors[x.number] for x in feeds if x.number >= 0), default=0
         )
 
     worst = max(results.values())

@@ -18,8 +18,8 @@ class Parting(NamedTuple):
     Example:
       >>> other = lambda x: jnp.tanh(x) * 1.01
       >>> birth = jls.compare(lambda x: jnp.tanh(x) * 1.02, other, jnp.ones(3)).birth
-      >>> birth.a.operation, round(birth.error, 3), birth.inputs_error
-      ('mul', 0.01, 0.0)
+      >>> birth.a.operation, birth.error < 0.02, birth.inputs_error
+      ('mul', True, 0.0)
     """
 
     a: Place
@@ -38,7 +38,7 @@ class Difference(NamedTuple):
 
     Example:
       >>> print(jls.compare(jnp.tanh, jax.jit(jnp.tanh), jnp.ones(3)))
-      jls.compare: equal: no result differs by more than rounding.
+      jls.compare: equal, to the last bit.
     """
 
     birth: Parting | None = None  # None if rounding explains all, or no one operation

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.core import Tracer
 
 from jls import _validate
 from jls._program.alone import AS_WRITTEN, WIDE, Arithmetic, rounds
@@ -65,7 +66,7 @@ WRITTEN, NUDGED, IN_FLOAT32, NUDGED_IN_FLOAT32 = "", "nudged", "wide", "wide nud
 class Feed(NamedTuple):
     """An operation or an argument that a value is computed from."""
 
-    index: int  # of the operation; of argument i it is -1 - i
+    number: int  # of the operation; of argument i it is -1 - i
     late: tuple[int, ...] = ()  # the loops whose iteration before has made it
 
 
@@ -137,7 +138,9 @@ class Fingerprint(NamedTuple):
         """Writes a file that `load` reads; `path` ends in ".npz"."""
         path = _checked(path)
         described = self._asdict() | {"runs": list(self.runs), "format": FORMAT}
-        arrays = {"described": np.frombuffer(json.dumps(described).encode(), np.uint8)}
+        arrays: dict[str, Any] = {
+            "described": np.frombuffer(json.dumps(described).encode(), np.uint8)
+        }
         for name, run in self.runs.items():
             flat = [x for part in run for x in part]
             empty = [np.zeros(0, np.uint32)]
@@ -270,7 +273,8 @@ class _Compiled:
     def __init__(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._fun, self._args, self._kwargs = fun, args, kwargs
 
-    def fingerprint(self) -> Fingerprint:
+    def fingerprint(self, runs: Sequence[str] | None = None) -> Fingerprint:
+        del runs
         items = items_of(self._fun(*self._args, **self._kwargs))
         items = [x for x in items if is_array(x.value) and has_numbers(x.value)]
         run = Run([], [], [_rows(sketch_all([x.value])) for x in items])
@@ -412,7 +416,7 @@ class Recorder:
         del inputs
         if site.indices not in self._number:
             return Watched(results)
-        if any(isinstance(x, jax.core.Tracer) for x in results):  # in a loop
+        if any(isinstance(x, Tracer) for x in results):  # in a loop
             results = lax.optimization_barrier(tuple(results))
         atoms = site.equation.outvars
         pairs = zip(results, atoms, strict=True)

@@ -81,17 +81,17 @@ class _Side:
                 self.noise[i] = apart(self.run.operations[i], other).error
 
     def _merged(self, feed: Feed) -> Feed:
-        return feed if feed.index < 0 else Feed(self.once[feed.index], feed.late)
+        return feed if feed.number < 0 else Feed(self.once[feed.number], feed.late)
 
     def behind(self, results: Iterable[int], is_odd: Callable[[int], bool]) -> set[int]:
         """The operations that some results come from, through those that are odd."""
-        stack = [x.index for i in results for x in self.result_feeds[i]]
+        stack = [x.number for i in results for x in self.result_feeds[i]]
         found = set[int]()
         while stack:
             i = stack.pop()
             if i >= 0 and i not in found and is_odd(i):
                 found.add(i)
-                stack += [x.index for x in self.feeds[i]]
+                stack += [x.number for x in self.feeds[i]]
         return found
 
     def place(self, i: int) -> Place:
@@ -135,7 +135,7 @@ def find(
         _Side(made, name, other, is_same)
         for made, name, other in zip((a, b), runs, nudged, strict=True)
     ]
-    return _Search(*sides, is_same).found()
+    return _Search(sides[0], sides[1], is_same).found()
 
 
 class _Search:
@@ -276,7 +276,7 @@ def _only(
     near = set[int]()
     stack = [] if birth is None else [birth]
     while stack:
-        feeds = {x.index for x in side.feeds[stack.pop()]} & found - near
+        feeds = {x.number for x in side.feeds[stack.pop()]} & found - near
         near |= feeds
         stack += feeds
     return found if birth is None else near
@@ -313,7 +313,7 @@ def _by_line(side: _Side, i: int) -> Hashable:
     return (*_by_kind(side, i), operation.place.module, operation.code)
 
 
-def _by_kind(side: _Side, i: int) -> Hashable:
+def _by_kind(side: _Side, i: int) -> tuple[Hashable, ...]:
     operation, sketch = side.made.operations[i], side.run.operations[i]
     place = operation.place
     results, loops = sketch.shape[-2], len(operation.loops)
@@ -435,9 +435,9 @@ def _known(
     """The largest error among the operands of an operation, in each iteration."""
     loops, found = side.made.operations[i].loops, np.zeros(shape)
     for feed in side.feeds[i]:
-        if feed.index < 0:
-            found = np.maximum(found, given.get(-1 - feed.index, 0.0))
-        elif feed.index in reach:
+        if feed.number < 0:
+            found = np.maximum(found, given.get(-1 - feed.number, 0.0))
+        elif feed.number in reach:
             found = np.maximum(found, _seen(side, feed, loops, reach, shape))
     return found
 
@@ -446,7 +446,7 @@ def _seen(
     side: _Side, feed: Feed, loops: tuple[int, ...], reach: Errors, shape: tuple
 ) -> np.ndarray:
     """The error of an operand in the iterations of the loops around its reader."""
-    theirs, error = side.made.operations[feed.index].loops, reach[feed.index]
+    theirs, error = side.made.operations[feed.number].loops, reach[feed.number]
     if error.size == 0:
         return np.zeros(shape)
     pairs = zip(loops, theirs, strict=False)

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.core import Tracer
 
 from jls._program.replay import ZERO_KEY, Merging
 from jls._tree import is_extended
@@ -39,7 +40,7 @@ def has_numbers(value: Any) -> bool:
 
 def sketch_all(arrays: Sequence[Any]) -> Any:
     """The sketches of some arrays, one after the other: `u32[n]`."""
-    if any(isinstance(x, jax.core.Tracer) or np.size(x) > _LARGE for x in arrays):
+    if any(isinstance(x, Tracer) or np.size(x) > _LARGE for x in arrays):
         return jnp.concatenate(list(map(_on_device, arrays)))
     # To compile it for each shape would take longer than all else.
     with np.errstate(all="ignore"):
