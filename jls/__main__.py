@@ -97,7 +97,7 @@ def _run_compare(options: argparse.Namespace) -> None:
     try:
         found = compare(Fingerprint.load(options.a), Fingerprint.load(options.b))
     except (OSError, ValueError) as error:
-        return options.error(str(error))
+        raise SystemExit(options.error(str(error))) from error
     print(found)
     if not found.equal:
         raise SystemExit(1)
