@@ -10,9 +10,9 @@ It runs float32 programs in half precision, skips bad steps, and says why.
 #   __main__
 #   __init__
 #   types _tools.cli
-#   _wrapper _checkpoint _train _tools.check _tools.origin _tools.run
-#   _scale _ema _autocast _unguarded _tools.reading
-#   _step _bfloat16
+#   _wrapper _checkpoint _train _tools.check _tools.compare _tools.run
+#   _scale _ema _unguarded _tools.origin
+#   _step _bfloat16 _autocast _tools.reading
 #   _metrics _mistakes _train_state _applied presets
 #   _state _spikes
 #   _scalers _reduce _rollback _placement _later
@@ -58,6 +58,8 @@ if _typing.TYPE_CHECKING:  # loaded when they are used
     from jls._tools.check.check import check_step as check_step
     from jls._tools.origin.calibrate import calibrate as calibrate
     from jls._tools.origin.why import why as why
+    from jls._tools.compare.compare import compare as compare
+    from jls._tools.compare.fingerprint import fingerprint as fingerprint
     from jls._tools.run.sync import check_in_sync as check_in_sync
     from jls._tools.run.requeue import requeue as requeue
 from jls._types import JlsWarning as JlsWarning
@@ -95,6 +97,8 @@ if not _typing.TYPE_CHECKING:  # to a type checker every name would be one
             "check_step": "check.check",
             "calibrate": "origin.calibrate",
             "why": "origin.why",
+            "compare": "compare.compare",
+            "fingerprint": "compare.fingerprint",
             "check_in_sync": "run.sync",
             "requeue": "run.requeue",
         },

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line: `python -m jls` trains a float32 network in float16.
 
-`python -m jls doctor` examines the machine that it runs on.
+`python -m jls doctor` examines the machine that it runs on, and `python -m jls compare`
+says where two fingerprints of programs part.
 
 Flax, matplotlib, rich and scikit-learn are imported when the demo starts: `--help` and
 the advice on installing them work without them.
@@ -32,6 +33,11 @@ DOCTOR = (
     "and measures what a wrapped step costs. Ends with the dtype to train in, and the "
     "lines to write. Exits with 0 if everything that jls relies on holds, else with 1."
 )
+COMPARE = (
+    "Says at which operation two programs part, from their fingerprints: files that "
+    "jls.fingerprint(step, *args).save(path) wrote, perhaps on two machines. Exits "
+    "with 0 if they are equal, else with 1."
+)
 
 EXAMPLES = """\
 examples:
@@ -39,6 +45,7 @@ examples:
   python -m jls --seed 3 --output digits.svg
   python -m jls --steps 300 --no-plot
   python -m jls doctor
+  python -m jls compare a100.npz tpu.npz
   JAX_PLATFORMS=cpu python -m jls   # not on the GPU
 """
 
@@ -53,15 +60,15 @@ INSTALL = """\
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the demo, or the doctor.
+    """Runs the demo, the doctor, or a comparison.
 
     Args:
       arguments: the command line without the program's name; None reads `sys.argv`. It
-        may begin with `demo` or `doctor`; `demo` is what runs without.
+        may begin with `demo`, `doctor` or `compare`; `demo` is what runs without.
 
     Raises:
       SystemExit: with a sentence if an argument is bad or a package is missing; with 1
-        if the doctor finds that something does not hold.
+        if the doctor finds that something does not hold, or if programs differ.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     first = arguments[0] if arguments else "--"
@@ -80,6 +87,19 @@ def _run_doctor(options: argparse.Namespace) -> None:
     else:
         print(doctor.report(findings, _columns()))
     if not findings["ok"]:
+        raise SystemExit(1)
+
+
+def _run_compare(options: argparse.Namespace) -> None:
+    from jls._tools.compare.compare import compare
+    from jls._tools.compare.fingerprint import Fingerprint
+
+    try:
+        found = compare(Fingerprint.load(options.a), Fingerprint.load(options.b))
+    except (OSError, ValueError) as error:
+        raise SystemExit(options.error(str(error))) from error
+    print(found)
+    if not found.equal:
         raise SystemExit(1)
 
 
@@ -120,6 +140,10 @@ def _parser() -> argparse.ArgumentParser:
         "--json", action="store_true", help="print the findings as JSON"
     )
     doctor.set_defaults(run=_run_doctor)
+    compare = commands.add_parser("compare", description=COMPARE)
+    for name in ("a", "b"):
+        compare.add_argument(name, metavar=f"{name}.npz", help="a fingerprint")
+    compare.set_defaults(run=_run_compare, error=compare.error)
     demo.add_argument(
         "--steps",
         type=_integer_from(1),
@@ -145,8 +169,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument("--no-plot", action="store_true", help="write no plot")
     demo.set_defaults(run=_run_demo, error=demo.error)
-    both = f"{demo.format_help()}\n{doctor.format_help()}"
-    parser.epilog = f"{both}\n{EXAMPLES}\nwhat the demo needs:\n{INSTALL}"
+    every = "\n".join(x.format_help() for x in (demo, doctor, compare))
+    parser.epilog = f"{every}\n{EXAMPLES}\nwhat the demo needs:\n{INSTALL}"
     return parser
 
 

@@ -31,6 +31,9 @@ from jls._wrapper import LossScaledTransformation as LossScaledTransformation
 
 if _typing.TYPE_CHECKING:
     from jls._tools.check.check import StepCheck as StepCheck
+    from jls._tools.compare.difference import Difference as Difference
+    from jls._tools.compare.difference import Parting as Parting
+    from jls._tools.compare.fingerprint import Fingerprint as Fingerprint
     from jls._tools.origin.calibration import Calibration as Calibration
     from jls._tools.origin.losses import PrecisionLoss as PrecisionLoss
     from jls._tools.origin.result import Birth as Birth
@@ -45,6 +48,9 @@ else:  # as in jls/__init__.py
         __name__,
         {
             "StepCheck": "check.check",
+            "Difference": "compare.difference",
+            "Parting": "compare.difference",
+            "Fingerprint": "compare.fingerprint",
             "Calibration": "origin.calibration",
             "PrecisionLoss": "origin.losses",
             "Birth": "origin.result",

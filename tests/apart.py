@@ -8,6 +8,7 @@ APART = {
     "pages": "README, docs, notebooks, examples and the demo",
     "costs": "the benchmarks, and what a step may cost",
     "origin": "programs with a known line that is NaN, or limits the loss scale",
+    "compare": "pairs of programs, edited in a line or equal",
     "corpus": "many right and wrong steps, every optimizer, four processes",
     "processes": "what needs several processes, or kills one",
 }

@@ -11,6 +11,8 @@ makes are returned beside the results:
                       number that is not finite, and the first with one that is NaN
     cond              the records of all branches, zeros for those that were not taken
     shard_map         for each operation the record of the device with the worst numbers
+
+What is kept of a while loop and of several devices can be chosen: see `Merging`.
 """
 
 from collections.abc import Callable, Collection, Container, Sequence
@@ -98,6 +100,7 @@ class Watched(NamedTuple):
 
 Replayed = tuple[list[Any], Records]
 Watch = Callable[[Site, Sequence[Any], Sequence[Any]], Watched]
+Around = Callable[[Site, Callable[..., Any]], Callable[..., Any]]
 
 
 def replay(
@@ -107,6 +110,8 @@ def replay(
     site: Site = MAIN,
     arithmetic: Arithmetic = AS_WRITTEN,
     only: Container[Indices] | None = None,
+    merging: "Merging | None" = None,
+    around: Around = lambda site, run: run,
 ) -> Replayed:
     """The results of a program, and the records of its operations.
 
@@ -120,10 +125,14 @@ def replay(
       arithmetic: how it is computed. `BOTH` gives the watch pairs, and returns them.
       only: the places of the operations to watch, and of the calls around them. What
         they do not need is left out, and a result that is not computed is None.
+      merging: how the records of several iterations or devices become one.
+      around: gives the function that is called for a loop, branches or a `shard_map`,
+        from its site and the function that runs it.
     """
     held = list(map(arithmetic.held, operands))
     used = None if only is None else ()
-    return _Replay(watch, arithmetic, only).run(program, held, site, used)
+    run = _Replay(watch, arithmetic, only, merging or WORST, around).run
+    return run(program, held, site, used)
 
 
 class _Replay(NamedTuple):
@@ -131,7 +140,9 @@ class _Replay(NamedTuple):
 
     watch: Watch
     arithmetic: Arithmetic
-    only: Container[Indices] | None = None
+    only: Container[Indices] | None
+    merging: "Merging"
+    around: Around
     varying: frozenset[str] = frozenset()  # axes of shard_map that JAX keeps track of
 
     def run(
@@ -175,7 +186,8 @@ class _Replay(NamedTuple):
                 inputs = list(lax.optimization_barrier(tuple(inputs)))
             results, records = self.run(calls[0].program, inputs, site, used)
         else:
-            results, records = self._rebuilt(site, calls, inputs)
+            run = partial(self._rebuilt, site, calls)
+            results, records = self.around(site, run)(inputs)
         return results, records or None
 
     def _see(
@@ -234,7 +246,8 @@ class _Replay(NamedTuple):
             return rebuild(equation, calls, inputs, branch)
         results, records = rebuild(equation, calls, inputs, run)
         if kind == "devices":
-            records = jax.tree.map(_of_worst_device, records, is_leaf=_is_record)
+            of_devices = self.merging.of_devices
+            records = jax.tree.map(of_devices, records, is_leaf=_is_record)
         return results, records
 
     def _begin(self, site: Site, step: Any, carry: list[Any], has_lanes: bool) -> Any:
@@ -253,21 +266,14 @@ class _Replay(NamedTuple):
         def body(state: Any) -> Any:
             carry, (count, kept) = state
             results, records = seen(carry)
-            after = partial(_after_iteration, count)
+            after = partial(self.merging.after, count)
             kept = jax.tree.map(after, records, kept, is_leaf=_is_record)
             return results, (count + jnp.uint32(1), kept)
 
         shapes = jax.eval_shape(seen, carry)[1]
-        kept = jax.tree.map(self._no_iteration_of, shapes, is_leaf=_is_record)
+        before = partial(self.merging.before, self._full)
+        kept = jax.tree.map(before, shapes, is_leaf=_is_record)
         return (jnp.uint32(0), kept), body
-
-    def _no_iteration_of(self, shape: Any) -> WhileRecords:
-        """The records of an operation before the first iteration."""
-        nothing = self._full(shape)
-        axes = jax.tree.leaves(shape)[0].shape[:-1]  # the lengths of the scans around
-        never = jax.ShapeDtypeStruct((*axes, 2), jnp.uint32)
-        iterations = self._full(never).at[..., 0].set(NEVER)
-        return WhileRecords(nothing, iterations, nothing, iterations)
 
 
 def _see_nothing(site: Site, inputs: Sequence[Any], results: Sequence[Any]) -> Watched:
@@ -281,6 +287,15 @@ def _recorded(records: Records) -> Records:
 
 def _is_record(node: Any) -> bool:
     return not isinstance(node, dict)
+
+
+def _before_iterations(full: Callable[..., Any], shape: Any) -> WhileRecords:
+    """The records of an operation before the first iteration."""
+    nothing = full(shape)
+    axes = jax.tree.leaves(shape)[0].shape[:-1]  # the lengths of the scans around
+    never = jax.ShapeDtypeStruct((*axes, 2), jnp.uint32)
+    iterations = full(never).at[..., 0].set(NEVER)
+    return WhileRecords(nothing, iterations, nothing, iterations)
 
 
 def _is_bad(record: Any) -> tuple[Array, Array]:
@@ -338,3 +353,14 @@ def _of_worst_device(record: Any) -> Any:
         return jax.tree.map(take, record)
     of_all = _wider(jnp.max(record, axis=0), jnp.min(record, axis=0))
     return jnp.where(jnp.any(bad, axis=0)[..., None], take(record), of_all)
+
+
+class Merging(NamedTuple):
+    """How the records of an operation in several iterations or devices become one."""
+
+    before: Callable[..., Any]  # a loop: from `full(shapes, value)`, and a record
+    after: Callable[..., Any]  # an iteration: from its number, its record, what is kept
+    of_devices: Callable[[Any], Any]  # from records that are stacked by device
+
+
+WORST = Merging(_before_iterations, _after_iteration, _of_worst_device)

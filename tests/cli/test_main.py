@@ -21,7 +21,7 @@ def test_help_names_every_command_and_option(width, monkeypatch, capsys):
     for word in (*words, "python -m jls doctor [-h] [--json]", *INSTALLS):
         assert word in text
     commands = re.findall(r"^usage: python -m jls (\w+)", text, re.MULTILINE)
-    assert commands == ["demo", "doctor"]
+    assert commands == ["demo", "doctor", "compare"]
     assert max(map(len, text.splitlines())) <= width
 
 
@@ -34,9 +34,12 @@ def test_help_names_every_command_and_option(width, monkeypatch, capsys):
         (["--output", "nowhere/plot.png"], "folder that does not exist: 'nowhere'"),
         (["--output", "plot.xyz"], "--output must end in .png, .svg or .pdf"),
         (["--output", "folder.png"], "--output is a folder"),
-        (["doctr"], "argument {demo,doctor}: invalid choice: 'doctr'"),
-        (["train"], "argument {demo,doctor}: invalid choice: 'train'"),
+        (["doctr"], "argument {demo,doctor,compare}: invalid choice: 'doctr'"),
+        (["train"], "argument {demo,doctor,compare}: invalid choice: 'train'"),
         (["demo", "doctor"], "unrecognized arguments: doctor"),
+        (["compare", "a.npz"], "the following arguments are required: b.npz"),
+        (["compare", "a.npz", "b.npz"], "No such file or directory: 'a.npz'"),
+        (["compare", "a.npy", "b.npz"], "path must end in \".npz\", got 'a.npy'"),
     ],
 )
 def test_a_bad_argument_is_refused_before_training(
