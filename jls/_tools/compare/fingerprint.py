@@ -342,6 +342,8 @@ class Recorder:
             for item, atom in zip(named, main.jaxpr.outvars, strict=True)
         ]
         self._main = main
+        inputs = filter(has_numbers, main.jaxpr.invars)
+        self._inputs = {atom: i for i, atom in enumerate(inputs)}
         self._compiled: dict[Any, Any] = {}  # of loops
 
     def fingerprint(self, runs: Sequence[str] | None = None) -> Fingerprint:
@@ -443,15 +445,15 @@ class Recorder:
         """What has sketches of its own, and some variables are computed from."""
         stack = [(frame, atom, frozenset[int]()) for frame, atom in variables]
         found, seen = dict[Feed, None](), set[Any]()
-        inputs = [x for x in self._main.jaxpr.invars if has_numbers(x)]
         while stack:
             frame, atom, late = stack.pop()
             if is_literal(atom) or (frame, atom, late) in seen:
                 continue
             seen.add((frame, atom, late))
             link = frame.link(atom)
-            if link.way == "argument" and atom in inputs:
-                found[Feed(-1 - inputs.index(atom), tuple(sorted(late)))] = None
+            if link.way == "argument" and atom in self._inputs:
+                number = -1 - self._inputs[atom]
+                found[Feed(number, tuple(sorted(late)))] = None
             maker = frame.makers.get(atom)
             if link.way == "operation" and maker:
                 number = self._number.get(frame.indices_of(maker.position))

@@ -379,19 +379,25 @@ def _by_value(a: _Side, b: _Side, pair: dict[int, int]) -> dict[int, int]:
     for j in b.kept:
         if j not in taken:
             free.setdefault(_alike(b, j), []).append(j)
-    found = dict[int, int]()
+    stacks = {
+        key: np.stack([b.run.operations[j] for j in every])
+        for key, every in free.items()
+    }
+    found, used = dict[int, int](), set[int]()
     for i in odd:
-        others = free.get(_alike(a, i), [])
-        own, best = a.run.operations[i], None
-        for j in others:
-            error = apart(own, b.run.operations[j]).error.max(initial=0.0)
-            limit = FACTOR * max(a.unit(i), b.unit(j))
-            if error <= limit and (best is None or error < best[0]):
-                best = error, j
-        if best and _is_telling(own):
-            found[i] = best[1]
-            others.remove(best[1])
-    used = set(found.values())
+        key, own = _alike(a, i), a.run.operations[i]
+        if key not in free or not _is_telling(own):
+            continue
+        others, stack = free[key], stacks[key]
+        errors = apart(np.broadcast_to(own, stack.shape), stack).error
+        errors = errors.reshape(len(others), -1).max(1, initial=0.0)
+        limits = [FACTOR * max(a.unit(i), b.unit(j)) for j in others]
+        is_used = [j in used for j in others]
+        errors = np.where((errors > limits) | is_used, np.inf, errors)
+        best = int(np.argmin(errors))
+        if errors[best] < np.inf:
+            found[i] = others[best]
+            used.add(others[best])
     kept = {i: j for i, j in pair.items() if i not in found and j not in used}
     return kept | found
 
