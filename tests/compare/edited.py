@@ -484,9 +484,13 @@ class NnxLike(nnx.Module):
 
 def nnx_of_linen(weights, x):
     model = NnxLike()
-    model.first.kernel.value, model.first.bias.value = weights[:2]
-    model.norm.scale.value, model.norm.bias.value = weights[2:4]
-    model.last.kernel.value, model.last.bias.value = weights[4:]
+    variables = (
+        *(model.first.kernel, model.first.bias),
+        *(model.norm.scale, model.norm.bias),
+        *(model.last.kernel, model.last.bias),
+    )
+    for variable, weight in zip(variables, weights, strict=True):
+        variable.set_value(weight)
     return model.last(nnx.relu(model.norm(model.first(x))))
 
 
