@@ -116,6 +116,14 @@ def calibrate(step):
     return jls.calibrate(step, params, opt_state, jnp.ones(2))
 
 
+def compare(a, b):
+    return jls.compare(a, b, jnp.ones(2))
+
+
+def fingerprint(fun):
+    return jls.fingerprint(fun, jnp.ones(2))
+
+
 model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
 nnx_optimizer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
 
@@ -265,6 +273,8 @@ CASES = {
     "autocast": (cast, {"fun": matmul, "dtype": "float16", "keep": None}),
     "atomic": (atomic, {"optimizer": nnx_optimizer, "model": model}),
     "calibrate": (calibrate, {"step": right_step}),
+    "compare": (compare, {"a": jnp.sqrt, "b": jnp.sqrt}),
+    "fingerprint": (fingerprint, {"fun": jnp.sqrt}),
     "why": (why, {"fun": jnp.sqrt}),
     "requeue": (jls.requeue, defaults(jls.requeue, batches=[1.0])),
     "requeue.observe": (observe, {"report": step_report}),
@@ -407,6 +417,9 @@ LEFT = {
     ("check_step", "step", "function"),
     ("calibrate", "step", "function"),
     ("why", "fun", "function"),
+    ("compare", "a", "function"),
+    ("compare", "b", "function"),
+    ("fingerprint", "fun", "function"),
     ("train_step", "learning_rate", "function"),
     ("train_step", "extra", "function"),
     ("train_step", "batch"),

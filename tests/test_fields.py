@@ -185,7 +185,8 @@ def test_every_verdict_is_in_the_docs_and_tested(verdict):
     assert f'"{verdict}"' in inspect.getdoc(health.health)
     folder = Path(__file__).parent
     texts = [path.read_text(encoding="utf-8") for path in folder.glob("run/*.py")]
-    texts += [(folder / "test_spikes.py").read_text(encoding="utf-8")]
+    more = ("test_applied.py", "test_spikes.py")
+    texts += [(folder / name).read_text(encoding="utf-8") for name in more]
     assert f'"{verdict}"' in "".join(texts)
 
 
