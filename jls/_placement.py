@@ -14,6 +14,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jls._tree import is_array, is_concrete, is_extended
 
 
+def replicated(x: Array) -> Array:
+    """An array whole on each device, if it lies on explicit axes of a mesh."""
+    if any(axes is not None for axes in jax.typeof(x).sharding.spec):
+        return jax.sharding.reshard(x, PartitionSpec())
+    return x
+
+
 def own_buffers(tree: Any, foreign: Any) -> Any:
     """`tree` as strong arrays that share no buffer with `foreign` or each other.
 

@@ -440,11 +440,10 @@ def take_step(
 
     def gradients_of(params, before, batch):
         def grad_fn(carried, part):
-            wide, transform = read_wide(opt_state, params), _differentiate
-            shapes = stored_narrow(params)
+            given = read_wide(opt_state, params), carried, part
+            shapes, transform = stored_narrow(params), _differentiate
             return differentiate(
-                *(scaler_state, loss, (wide, carried, part), {}, 0),
-                *(True, transform, shapes),
+                scaler_state, loss, given, {}, 0, True, transform, shapes
             )
 
         return accumulate(

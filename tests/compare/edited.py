@@ -296,14 +296,19 @@ def linen_state():
     )
 
 
-class NnxNet(nnx.Module):
-    def __init__(self):
+class NnxLayers(nnx.Module):
+    def __init__(self, norm):
         rngs = nnx.Rngs(0)
         self.first, self.last = (
             nnx.Linear(10, 16, rngs=rngs),
             nnx.Linear(16, 4, rngs=rngs),
         )
-        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.norm = norm(16, rngs=rngs)
+
+
+class NnxNet(NnxLayers):
+    def __init__(self):
+        super().__init__(nnx.BatchNorm)
 
     def __call__(self, x, bug=""):
         x = self.norm(self.first(x))
@@ -472,18 +477,8 @@ def linen_of_nnx(weights, x):
     return LinenNet().apply({"params": params}, x)
 
 
-class NnxLike(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.first, self.last = (
-            nnx.Linear(10, 16, rngs=rngs),
-            nnx.Linear(16, 4, rngs=rngs),
-        )
-        self.norm = nnx.LayerNorm(16, rngs=rngs)
-
-
 def nnx_of_linen(weights, x):
-    model = NnxLike()
+    model = NnxLayers(nnx.LayerNorm)
     variables = (
         *(model.first.kernel, model.first.bias),
         *(model.norm.scale, model.norm.bias),

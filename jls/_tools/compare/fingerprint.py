@@ -49,11 +49,10 @@ from jls._tools.compare.sketch import (
     random_bits,
     sketch_all,
 )
-from jls._tools.origin.case import settings
-from jls._tools.origin.record import record_of
-from jls._tools.reading.arguments import items_of, open_call
+from jls._tools.origin.case import settings, trace_call
+from jls._tools.origin.record import quickly, record_of
+from jls._tools.reading.arguments import items_of
 from jls._tools.reading.patience import logging_if_slow
-from jls._tools.reading.trace import ALL, READS, trace
 from jls._tree import is_array
 
 FORMAT = 1  # of the file
@@ -296,17 +295,7 @@ class Recorder:
     def __init__(
         self, tool: str, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        fun, args, arguments = open_call(tool, "call", fun, args, kwargs)
-        for item in arguments.items:
-            _validate.concrete(item.name, item.value)
-        try:
-            traced = trace(fun, arguments, ALL)
-        except READS as error:
-            error.add_note(
-                f"{tool} traces the function, as jax.jit does: it cannot read values "
-                "at the host. Pass the part that is jitted."
-            )
-            raise
+        _, _, arguments, traced = trace_call(tool, fun, args, kwargs)
         self._program = opened(traced.program)
         main = Frame(traced.program)
         items = [arguments.items[i] for i in traced.inputs]
@@ -493,9 +482,7 @@ def _quick(arithmetic: Arithmetic) -> Arithmetic:
 
 @functools.lru_cache(4096)
 def _jitted(operation: Any) -> Any:
-    is_cpu = jax.default_backend() == "cpu"
-    options = {"xla_backend_optimization_level": 0} if is_cpu else None
-    return jax.jit(lambda *x: operation.bind(x), compiler_options=options)
+    return jax.jit(lambda *x: operation.bind(x), compiler_options=quickly())
 
 
 class _Around:

@@ -19,6 +19,7 @@ import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
 
+from jls._placement import replicated
 from jls._program.replay import ZERO_KEY, Merging
 from jls._tree import is_extended
 
@@ -50,9 +51,7 @@ def sketch_all(arrays: Sequence[Any]) -> Any:
 # Compiled apart, so that JAX traces it once for all arrays of one shape and dtype.
 @jax.jit
 def _on_device(x: Array) -> Array:
-    if any(axes is not None for axes in jax.typeof(x).sharding.spec):
-        x = jax.sharding.reshard(x, jax.sharding.PartitionSpec())
-    return _sketch(x, jnp)
+    return _sketch(replicated(x), jnp)
 
 
 def _sketch(x: Any, xp: Any) -> Any:

@@ -85,17 +85,7 @@ def read_case(
     tool: str, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Case:
     """Traces a function, and reads its program."""
-    fun, args, arguments = open_call(tool, "call", fun, args, kwargs)
-    for item in arguments.items:
-        _validate.concrete(item.name, item.value)
-    try:
-        traced = trace(fun, arguments, ALL)
-    except READS as error:
-        error.add_note(
-            f"{tool} traces the function, as jax.jit does: it cannot read values at "
-            "the host. Pass the part that is jitted."
-        )
-        raise
+    fun, args, arguments, traced = trace_call(tool, fun, args, kwargs)
     main, place = Frame(traced.program), {x: i for i, x in enumerate(traced.inputs)}
     scales = {
         place[x.at]: x for x in scales_in(args, kwargs, arguments) if x.at in place
@@ -113,6 +103,23 @@ def read_case(
     recorded = RecordedProgram(main, variables, only=landmarks, options=options)
     leaves = [arguments.items[i].value for i in traced.inputs]
     return Case(fun, arguments, traced, main, leaves, scales, reading, roots, recorded)
+
+
+def trace_call(
+    tool: str, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], Arguments, Traced]:
+    """The function and the arguments of a call, opened, and its program."""
+    fun, args, arguments = open_call(tool, "call", fun, args, kwargs)
+    for item in arguments.items:
+        _validate.concrete(item.name, item.value)
+    try:
+        return fun, args, arguments, trace(fun, arguments, ALL)
+    except READS as error:
+        error.add_note(
+            f"{tool} traces the function, as jax.jit does: it cannot read values at "
+            "the host. Pass the part that is jitted."
+        )
+        raise
 
 
 def record(case: Case, **which: Any) -> RecordedProgram:

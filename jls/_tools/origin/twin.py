@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jls._placement import replicated
 from jls._program.alone import WIDE
 from jls._program.control import Site
 from jls._program.frames import Frame, Variable
@@ -177,10 +178,7 @@ _NUM_COUNTS = _BINS + 3
 
 def sample_of(x: Array) -> Array:
     """At most `_SAMPLE` elements: `f32[n]`."""
-    spec = jax.typeof(x).sharding.spec
-    if any(axes is not None for axes in spec):  # on explicit axes of a mesh
-        x = jax.sharding.reshard(x, jax.sharding.PartitionSpec())
-    flat = jnp.ravel(x)
+    flat = jnp.ravel(replicated(x))
     step = -(-flat.size // _SAMPLE)
     while math.gcd(step, flat.size) > 1 and step > 1:  # not one channel of many
         step += 1
