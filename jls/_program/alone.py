@@ -22,6 +22,7 @@ from jls._program.control import Site, evaluate
 from jls._program.jaxprs import (
     bind,
     has_side_effects,
+    is_checkpoint_name,
     is_half_atom,
     is_inexact_atom,
     parameter,
@@ -59,7 +60,7 @@ def run_wide(equation: Any, inputs: Sequence[Any]) -> list[Any]:
     """
     if not rounds(equation):
         return bind(equation, inputs)
-    if equation.primitive.name == "reduce_precision":
+    if equation.primitive.name == "reduce_precision" or is_checkpoint_name(equation):
         return list(inputs)
     wide = _try_wide(equation, inputs)
     if wide is not None:

@@ -17,6 +17,7 @@ from jls._program.jaxprs import (
     jitted_function,
     lines_of,
     names_around,
+    rule_of,
 )
 
 # Packages whose lines are never named, and those named only if there is no other line.
@@ -188,7 +189,8 @@ def _lines(site: Site) -> Iterator[Line]:
 def _is_traced_once(equation: Any, file: str) -> bool:
     """Whether a call, of a function in `file`, is of JAX, or of a rule of jls."""
     package = _known_package(file)
-    return package == "jax" or (package == "jls" and is_hi(equation))
+    is_rule = is_hi(equation) and rule_of(equation) in ("jvp", "vjp")
+    return package == "jax" or (package == "jls" and is_rule)
 
 
 def _inside(lines: Sequence[Line], functions: Collection[Any]) -> Sequence[Line]:
