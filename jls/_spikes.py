@@ -42,9 +42,9 @@ from jls._types import SIGNALS, SpikePolicy, SpikeState
 
 @naming_arguments(threshold="sigmas", max_grad_norm="max_norm")
 def spikes(
+    *,
     window: int = 128,
     sigmas: float = 6.0,
-    *,
     budget: float | None = 4,
     warmup: int | None = None,
     max_norm: float | None = None,

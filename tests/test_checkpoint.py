@@ -461,7 +461,7 @@ def test_static_states_of_an_ensemble(target, scales, counts):
         assert state.finite_count.tolist() == counts
 
 
-SPIKY = jls.skip_nonfinite(SGD, spikes=jls.spikes(4))
+SPIKY = jls.skip_nonfinite(SGD, spikes=jls.spikes(window=4))
 
 
 def spiky(params):
@@ -922,7 +922,7 @@ SIZES = [1.0, 1.1, 0.9, 1.0, 50.0, 60.0, 1.0, 2.0, 70.0]
 def test_a_run_with_spikes_goes_on_in_its_warm_up_and_with_half_spent_tokens(
     at, tmp_path
 ):
-    policy = jls.spikes(8, budget=2)
+    policy = jls.spikes(window=8, budget=2)
     _, whole = with_spikes(policy, *SIZES)
     assert whole.spikes > 1
     _, state = with_spikes(policy, *SIZES[:at])
@@ -936,7 +936,7 @@ def test_a_run_with_spikes_goes_on_in_its_warm_up_and_with_half_spent_tokens(
 
 def test_a_state_without_spikes_warms_up_under_a_policy(tmp_path):
     _, state = with_spikes(None, 1.0, 2.0)
-    _, target = with_spikes(jls.spikes(8))
+    _, target = with_spikes(jls.spikes(window=8))
     for form in forms(state, tmp_path):
         new = jls.upgrade_state(target, form)
         assert_identical(new.inner_state, state.inner_state)
@@ -948,9 +948,11 @@ def test_a_state_without_spikes_warms_up_under_a_policy(tmp_path):
     assert_identical(jls.upgrade_state(target, raw), new)
 
 
-@pytest.mark.parametrize("policy", [None, jls.spikes(16), jls.presets.spike_limit(9.0)])
+@pytest.mark.parametrize(
+    "policy", [None, jls.spikes(window=16), jls.presets.spike_limit(9.0)]
+)
 def test_a_state_of_another_spike_policy_says_what_to_do(policy, tmp_path):
-    _, state = with_spikes(jls.spikes(8), 1.0, 2.0)
+    _, state = with_spikes(jls.spikes(window=8), 1.0, 2.0)
     _, target = with_spikes(policy)
     for form in forms(state, tmp_path):
         with pytest.raises(ValueError, match="delete 'spikes' and 'spike_state'"):
@@ -976,7 +978,9 @@ PAIRS = [(name, bad) for name, numbers in BAD_NUMBERS.items() for bad in numbers
 
 @pytest.mark.parametrize(("name", "bad"), PAIRS)
 def test_spike_states_that_no_run_can_have_are_an_error(name, bad):
-    target, state = (with_spikes(jls.spikes(8), *sizes)[1] for sizes in ([], SIZES))
+    target, state = (
+        with_spikes(jls.spikes(window=8), *sizes)[1] for sizes in ([], SIZES)
+    )
     raw = serialization.to_state_dict(state)
     numbers = np.array(raw["spike_state"][name])
     numbers.flat[-1] = bad
@@ -996,7 +1000,7 @@ def test_spike_states_that_no_run_can_have_are_an_error(name, bad):
 @pytest.mark.parametrize("budget", [0, 2.5, 4, None])
 @pytest.mark.parametrize("max_norm", [None, 55.0])
 def test_every_spike_state_of_a_run_is_taken(budget, max_norm):
-    policy = jls.spikes(8, budget=budget, max_norm=max_norm)
+    policy = jls.spikes(window=8, budget=budget, max_norm=max_norm)
     _, target = with_spikes(policy)
     state = target
     for size in [*SIZES, 1e30, 3e38, 0.0, jnp.nan, *range(20)]:  # a norm that is inf
@@ -1027,7 +1031,7 @@ def test_a_policy_with_a_state_of_its_own_is_restored(tmp_path):
 
 def test_wrap_and_unwrap_with_spikes():
     params = {"w": jnp.ones(2)}
-    optimizer, fresh = with_spikes(jls.spikes(8))
+    optimizer, fresh = with_spikes(jls.spikes(window=8))
     inner = optax.sgd(0.1, momentum=0.9).init(params)
     assert_identical(jls.wrap_state(optimizer, inner, params), fresh)
     assert_identical(jls.unwrap_state(fresh), inner)

@@ -169,7 +169,7 @@ trees = pytest.mark.parametrize(("grads", "bad"), TREES.values(), ids=TREES)
 @pytest.mark.cover(2)
 @trees
 @pytest.mark.parametrize("check_updates", [True, False])
-@pytest.mark.parametrize("spikes", [None, jls.spikes(4)], ids=["", "spikes"])
+@pytest.mark.parametrize("spikes", [None, jls.spikes(window=4)], ids=["", "spikes"])
 def test_gradients_whose_squares_have_no_finite_sum_are_skipped(
     grads, bad, check_updates, spikes, jit_or_eager
 ):

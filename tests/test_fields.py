@@ -18,7 +18,7 @@ from jls._types import FIELDS, SIGNALS, Event, LossScaledState, logged, spike_me
 from jls.types import SpikeState, StepReport
 
 PARAMS = {"w": jnp.ones(2)}
-OPTIMIZER = jls.loss_scaled(optax.sgd(0.1), spikes=jls.spikes(4))
+OPTIMIZER = jls.loss_scaled(optax.sgd(0.1), spikes=jls.spikes(window=4))
 LOGGED = {name for name, field in FIELDS.items() if field.is_logged}
 COUNTERS = {name: field for name, field in FIELDS.items() if field.counts}
 DOCS = Path(__file__).parents[1] / "docs"
@@ -85,7 +85,9 @@ def _sqrt(updates, state, params=None):
 @pytest.mark.parametrize("event", STEPS)
 def test_a_counter_counts_its_event_and_no_other(event, jit_or_eager):
     inner = optax.GradientTransformation(lambda params: (), _sqrt)
-    optimizer = jls.skip_nonfinite(inner, spikes=jls.spikes(4), check_updates=True)
+    optimizer = jls.skip_nonfinite(
+        inner, spikes=jls.spikes(window=4), check_updates=True
+    )
     update = jit_or_eager(optimizer.update)
     state = optimizer.init(PARAMS)
     for _ in range(4):
@@ -160,7 +162,7 @@ def test_a_history_reads_columns_that_there_are():
 
 
 def test_every_signal_has_its_arrays_its_metrics_and_its_column():
-    state = jls.spikes(4).init()
+    state = jls.spikes(window=4).init()
     assert isinstance(state, SpikeState)
     for field in ("seen", "kept", "value", "limit"):
         assert len(getattr(state, field)) == len(SIGNALS)

@@ -90,7 +90,7 @@ def test_policy_follows_its_rule_in_plain_python(window, budget, options):
 
 def test_norm_alone_is_judged_where_no_loss_is_given():
     norms = noise(np.random.default_rng(1), 200)
-    policy = jls.spikes(8, 3.0)
+    policy = jls.spikes(window=8, sigmas=3.0)
     state, ours = policy.init(), []
     judge = jax.jit(policy.judge)
     for norm in norms:
@@ -115,7 +115,7 @@ def test_of_any_steps_no_more_are_skipped_than_the_budget_allows(
     seed, window, budget, eagerness
 ):
     """An adversary sees the state, and spikes as often and as far as it likes."""
-    policy = jls.spikes(window, 2.0, budget=budget)
+    policy = jls.spikes(window=window, sigmas=2.0, budget=budget)
     count = 600
     skip = adversary(policy, jax.random.key(seed), count, eagerness)
     total = np.concatenate([[0], np.cumsum(skip)])
@@ -139,7 +139,7 @@ def adversary(policy, key, count, eagerness):
 
 def test_the_whole_budget_can_be_spent_at_once():
     sizes = [1.0] * 16 + [1e3 * 10.0**i for i in range(4)]
-    skip = skips(jls.spikes(16, budget=3), np.ones(20), sizes)
+    skip = skips(jls.spikes(window=16, budget=3), np.ones(20), sizes)
     assert skip[16:].tolist() == [True, True, True, False]
 
 
@@ -147,7 +147,7 @@ def test_the_whole_budget_can_be_spent_at_once():
 def test_norms_times_a_power_of_two_change_no_decision(power):
     rng = np.random.default_rng(2)
     losses, norms = np.ones(300), noise(rng, 300).astype(np.float32)
-    policy = jls.spikes(16, 3.0)
+    policy = jls.spikes(window=16, sigmas=3.0)
     plain = skips(policy, losses, norms)
     assert plain.any()
     np.testing.assert_array_equal(plain, skips(policy, losses, norms * 2.0**power))
@@ -156,7 +156,9 @@ def test_norms_times_a_power_of_two_change_no_decision(power):
 def test_a_value_at_or_below_the_mean_is_never_over_its_limit():
     rng = np.random.default_rng(3)
     signals = jnp.float32(noise(rng, (2, 20, 200)))
-    _, states = judged(jls.spikes(8, 1e-3, budget=None), signals[0] - 3, signals[1])
+    _, states = judged(
+        jls.spikes(window=8, sigmas=1e-3, budget=None), signals[0] - 3, signals[1]
+    )
     seen = np.asarray(states.seen, np.float64)[:, 7:-1]  # windows that are full
     for row in (LOSS, NORM):
         value = np.asarray(states.value)[:, 8:, row]
@@ -176,12 +178,12 @@ def test_a_constant_loss_may_rise_by_one_unit_of_bfloat16():
 
 
 def test_a_signal_that_is_0_throughout_is_not_judged():
-    assert not skips(jls.spikes(8), [*np.zeros(8), 1e-3], np.ones(9)).any()
+    assert not skips(jls.spikes(window=8), [*np.zeros(8), 1e-3], np.ones(9)).any()
 
 
 def test_negative_losses_are_judged_upwards_alone():
     losses = [*(-3.0 + 0.01 * np.arange(16) % 0.05), -2.0, -30.0]
-    skip = skips(jls.spikes(16), losses, np.ones(18))
+    skip = skips(jls.spikes(window=16), losses, np.ones(18))
     np.testing.assert_array_equal(np.nonzero(skip)[0], [16])
 
 
@@ -231,7 +233,7 @@ def test_false_alarms_on_steady_noise_are_rare_and_never_called_spiking(name):
 
 
 def test_count_of_kept_values_never_overflows():
-    policy = jls.spikes(2)
+    policy = jls.spikes(window=2)
     _, states = judged(policy, jnp.ones((1, 50)), jnp.ones((1, 50)))
     assert states.kept.max() < 4
     assert states.kept[0, -1].tolist() in ([2, 2], [3, 3])
@@ -241,7 +243,7 @@ def test_count_of_kept_values_never_overflows():
 
 
 def test_a_spike_is_skipped_bit_for_bit_counted_and_named(jit_or_eager):
-    optimizer = guarded(jls.spikes(8))
+    optimizer = guarded(jls.spikes(window=8))
     made = run(optimizer, [1.0, 1.1, 0.9, 1.0, 50.0, 1.0], jit=jit_or_eager)
     before, spike, after = made[3:]
     assert_identical(before[0], spike[0])
@@ -258,13 +260,13 @@ def test_a_spike_is_skipped_bit_for_bit_counted_and_named(jit_or_eager):
 
 def test_the_loss_is_judged_too():
     losses = [1.0] * 8 + [9.0, 1.0]
-    made = run(guarded(jls.spikes(8)), [1.0] * 10, losses)
+    made = run(guarded(jls.spikes(window=8)), [1.0] * 10, losses)
     assert [bool(state.applied) for _, state in made] == [True] * 8 + [False, True]
 
 
 def test_a_spike_is_no_overflow_for_the_scaler():
     optimizer = jls.loss_scaled(
-        optax.sgd(0.1), jls.dynamic(8.0, growth_interval=5), spikes=jls.spikes(4)
+        optax.sgd(0.1), jls.dynamic(8.0, growth_interval=5), spikes=jls.spikes(window=4)
     )
     made = run(optimizer, [1.0, 1.0, 1.0, 1.0, 50.0])
     assert not made[-1][1].applied
@@ -274,7 +276,7 @@ def test_a_spike_is_no_overflow_for_the_scaler():
 def test_steps_that_are_not_finite_change_no_other_decision(jit_or_eager):
     rng = np.random.default_rng(7)
     sizes, losses = noise(rng, 40), noise(rng, 40)
-    optimizer = guarded(jls.spikes(8, 3.0))
+    optimizer = guarded(jls.spikes(window=8, sigmas=3.0))
     plain = run(optimizer, sizes, losses, jit=jit_or_eager)
     at = np.sort(rng.integers(0, 40, 12))
     bad = rng.choice([np.nan, np.inf, -np.inf], 12)
@@ -298,7 +300,7 @@ def test_steps_that_are_not_finite_change_no_other_decision(jit_or_eager):
 def test_jit_eager_scan_and_vmap_decide_alike():
     rng = np.random.default_rng(8)
     sizes, losses = noise(rng, 60), noise(rng, 60)
-    optimizer = guarded(jls.spikes(8, 3.0))
+    optimizer = guarded(jls.spikes(window=8, sigmas=3.0))
 
     def decisions(made):
         return [bool(state.applied) for _, state in made]
@@ -325,7 +327,7 @@ def test_jit_eager_scan_and_vmap_decide_alike():
 
 
 def test_one_trace_serves_a_run_with_donation():
-    optimizer = guarded(jls.spikes(4))
+    optimizer = guarded(jls.spikes(window=4))
 
     @chex.assert_max_traces(n=1)
     def step(params, state, grads, loss):
@@ -341,14 +343,18 @@ def test_one_trace_serves_a_run_with_donation():
 
 @pytest.mark.parametrize("size", [1e25, 3e38])
 def test_a_norm_that_overflows_is_a_spike(size, jit_or_eager):
-    optimizer = guarded(jls.spikes(4), optax.chain(optax.clip_by_global_norm(1.0)))
+    optimizer = guarded(
+        jls.spikes(window=4), optax.chain(optax.clip_by_global_norm(1.0))
+    )
     made = run(optimizer, [1.0, 1.0, 1.0, size, 1.0], jit=jit_or_eager)
     assert [bool(state.applied) for _, state in made] == [True] * 3 + [False, True]
     assert all(bool(jls.all_finite(state.spike_state.seen)) for _, state in made)
 
 
 def test_a_norm_that_overflows_and_is_let_through_stays_out_of_the_window():
-    made = run(guarded(jls.spikes(4, budget=0)), [1.0, 1.0, 1.0, 1e25, 1.0, 50.0])
+    made = run(
+        guarded(jls.spikes(window=4, budget=0)), [1.0, 1.0, 1.0, 1e25, 1.0, 50.0]
+    )
     states = [state.spike_state for _, state in made]
     assert states[3].value[NORM] == math.inf
     np.testing.assert_allclose(states[-1].seen[1], [50, 1, 1, 1], rtol=1e-6)
@@ -356,15 +362,15 @@ def test_a_norm_that_overflows_and_is_let_through_stays_out_of_the_window():
 
 
 def test_budget_0_counts_and_skips_nothing():
-    made = run(guarded(jls.spikes(8, budget=0)), [1.0] * 8 + [50.0, 1.0, 50.0])
+    made = run(guarded(jls.spikes(window=8, budget=0)), [1.0] * 8 + [50.0, 1.0, 50.0])
     state = made[-1][1]
     assert (state.skips, state.spikes, state.spike_state.found) == (0, 0, 1)
-    made = run(guarded(jls.spikes(8, budget=0)), [1.0] * 8 + [50.0, 1.0, 1e4])
+    made = run(guarded(jls.spikes(window=8, budget=0)), [1.0] * 8 + [50.0, 1.0, 1e4])
     assert made[-1][1].spike_state.found == 2
 
 
 def test_max_norm_holds_from_the_first_step():
-    made = run(guarded(jls.spikes(8, max_norm=10.0)), [11.0, 9.0])
+    made = run(guarded(jls.spikes(window=8, max_norm=10.0)), [11.0, 9.0])
     assert [bool(state.applied) for _, state in made] == [False, True]
 
 
@@ -375,7 +381,7 @@ def test_nonfinite_updates_leave_the_policy_alone(check_updates):
 
     inner = optax.GradientTransformation(lambda _: optax.EmptyState(), update)
     optimizer = jls.skip_nonfinite(
-        inner, check_updates=check_updates, spikes=jls.spikes(4)
+        inner, check_updates=check_updates, spikes=jls.spikes(window=4)
     )
     made = run(optimizer, [1.0, 1.0, 1.0, 1.0, 50.0, 1.0])
     spike = made[4][1]
@@ -383,7 +389,7 @@ def test_nonfinite_updates_leave_the_policy_alone(check_updates):
     assert (spike.spikes, spike.nonfinite_updates) == (1, 0)
     if check_updates:
         optimizer = jls.skip_nonfinite(
-            inner, check_updates=True, spikes=jls.spikes(4, budget=0)
+            inner, check_updates=True, spikes=jls.spikes(window=4, budget=0)
         )
         made = run(optimizer, [1.0, 1.0, 1.0, 1.0, 50.0])
         assert made[-1][1].last_skip_reason == SkipReason.UPDATES
@@ -392,7 +398,9 @@ def test_nonfinite_updates_leave_the_policy_alone(check_updates):
 
 def test_what_an_outer_chain_spoils_leaves_the_policy_alone():
     optimizer = optax.chain(
-        jls.skip_nonfinite(optax.sgd(1.0), spikes=jls.spikes(4), check_updates=True),
+        jls.skip_nonfinite(
+            optax.sgd(1.0), spikes=jls.spikes(window=4), check_updates=True
+        ),
         optax.scale(1e38),
     )
     params = jnp.ones(2)
@@ -413,7 +421,9 @@ def test_everything_inside_is_rolled_back(check_updates):
         optax.clip_by_global_norm(1.0), optax.adam(schedule), jls.params_ema(0.9)
     )
     optimizer = jls.loss_scaled(
-        optax.MultiSteps(inner, 2), check_updates=check_updates, spikes=jls.spikes(4)
+        optax.MultiSteps(inner, 2),
+        check_updates=check_updates,
+        spikes=jls.spikes(window=4),
     )
     made = run(optimizer, [1.0, 1.0, 1.0, 1.0, 1.0, 50.0, 1.0])
     (params, before), (others, after), (_, later) = made[4:]
@@ -433,7 +443,9 @@ def batch_loss(params, x):
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("drop", ["step", "micro_batch"])
 def test_train_step_decides_on_the_whole_step(micro_batches, drop):
-    optimizer = jls.loss_scaled(optax.sgd(1e-3), jls.dynamic(8.0), spikes=jls.spikes(4))
+    optimizer = jls.loss_scaled(
+        optax.sgd(1e-3), jls.dynamic(8.0), spikes=jls.spikes(window=4)
+    )
     step = jax.jit(
         jls.train_step(batch_loss, optimizer, micro_batches=micro_batches, drop=drop)
     )
@@ -450,7 +462,7 @@ def test_train_step_decides_on_the_whole_step(micro_batches, drop):
 
 
 def test_train_step_rolls_back_what_is_carried_and_reports_limits():
-    optimizer = jls.skip_nonfinite(optax.sgd(1e-3), spikes=jls.spikes(4))
+    optimizer = jls.skip_nonfinite(optax.sgd(1e-3), spikes=jls.spikes(window=4))
 
     def loss_fn(params, carried, x):
         return batch_loss(params, x), {"mean": 0.5 * carried["mean"] + x.mean()}
@@ -600,13 +612,13 @@ def test_hyperparameters_change_without_a_retrace():
     def judge(policy, state, norm):
         return policy.judge(state, None, norm)
 
-    state = jls.spikes(8).init()
-    judge(jls.spikes(8, 6.0), state, 1.0)
-    judge(jls.spikes(8, 7.0, budget=None, max_norm=3.0), state, 1.0)
+    state = jls.spikes(window=8).init()
+    judge(jls.spikes(window=8, sigmas=6.0), state, 1.0)
+    judge(jls.spikes(window=8, sigmas=7.0, budget=None, max_norm=3.0), state, 1.0)
 
 
 def test_repr_says_what_made_it():
-    policy = jls.spikes(8, budget=2)
+    policy = jls.spikes(window=8, budget=2)
     assert repr(policy).startswith("spikes(budget=2, window=8, sigmas=6")
     assert "SpikePolicy(init=" in repr(SpikePolicy(lambda: (), loss_judge))
 
@@ -629,7 +641,7 @@ def test_state_is_small_and_shares_no_buffer():
 
 
 def test_a_state_made_with_other_spikes_is_refused_with_what_to_write():
-    plain, policy = guarded(None), guarded(jls.spikes(4))
+    plain, policy = guarded(None), guarded(jls.spikes(window=4))
     with pytest.raises(ValueError, match=r"made without spikes=.*upgrade_state"):
         policy.update(W, plain.init(W), W)
     state = jls.upgrade_state(policy.init(W), plain.init(W))
@@ -637,7 +649,7 @@ def test_a_state_made_with_other_spikes_is_refused_with_what_to_write():
     with pytest.raises(ValueError, match=r"_replace\(spikes=\(\), spike_state=\(\)\)"):
         plain.update(W, policy.init(W), W)
     plain.update(W, policy.init(W)._replace(spikes=(), spike_state=()), W)
-    limit, longer = guarded(jls.presets.spike_limit(9.0)), guarded(jls.spikes(8))
+    limit, longer = guarded(jls.presets.spike_limit(9.0)), guarded(jls.spikes(window=8))
     for other in (limit, longer):
         with pytest.raises(ValueError, match=r"another spike policy.*new warm-up"):
             policy.update(W, other.init(W), W)
@@ -648,9 +660,11 @@ def test_a_state_made_with_other_spikes_is_refused_with_what_to_write():
 @pytest.mark.parametrize("before", [None, 1000])
 def test_a_run_that_froze_goes_on_under_a_smaller_budget(before):
     """As `health` advises of "stalled": its tokens, here inf, must not stay."""
-    frozen = run(guarded(jls.spikes(8, budget=before)), [1.0] * 8 + [50.0] * 60)[-1][1]
+    frozen = run(guarded(jls.spikes(window=8, budget=before)), [1.0] * 8 + [50.0] * 60)[
+        -1
+    ][1]
     assert frozen.consecutive_skips == 60
-    optimizer = guarded(jls.spikes(8))
+    optimizer = guarded(jls.spikes(window=8))
     state, applied = jls.upgrade_state(optimizer.init(W), frozen), []
     for _ in range(6):
         _, state = optimizer.update(jnp.array([30.0, 40.0]), state, W)
@@ -662,19 +676,19 @@ def test_a_run_that_froze_goes_on_under_a_smaller_budget(before):
 
 
 def test_metrics_have_what_was_judged():
-    made = run(guarded(jls.spikes(4)), [1.0, 1.0, 1.0, 50.0], [2.0] * 4)
+    made = run(guarded(jls.spikes(window=4)), [1.0, 1.0, 1.0, 50.0], [2.0] * 4)
     metrics = jls.metrics(made[-1][1], host=True)
     assert metrics["spikes"] == metrics["spikes_found"] == 1
     assert metrics["judged_norm"] == pytest.approx(50)
     assert metrics["limit_norm"] == pytest.approx(1 + 6 / 512)
     assert metrics["judged_loss"] == 2.0
     assert metrics["limit_loss"] == pytest.approx(2 + 12 / 512)
-    first = jls.metrics(run(guarded(jls.spikes(4)), [1.0])[0][1])
+    first = jls.metrics(run(guarded(jls.spikes(window=4)), [1.0])[0][1])
     assert first["limit_norm"] == first["limit_loss"] == math.inf
 
 
 def test_health_names_the_spike_and_its_limit():
-    made = run(guarded(jls.spikes(4)), [1.0, 1.0, 1.0, 50.0, 1.0], [2.0] * 5)
+    made = run(guarded(jls.spikes(window=4)), [1.0, 1.0, 1.0, 50.0, 1.0], [2.0] * 5)
     spike, later = (jls.health(state) for _, state in made[3:])
     assert str(spike) == (
         "spike: the last step was skipped: its gradient norm of 50 was over the limit "
@@ -684,7 +698,7 @@ def test_health_names_the_spike_and_its_limit():
     assert later.verdict == "ok"
     assert "Spikes: 1 found, 1 skipped" in later.sentence
     assert spike.safe_to_save
-    both = run(guarded(jls.spikes(4)), [1.0] * 3 + [50.0], [2.0] * 3 + [9.0])
+    both = run(guarded(jls.spikes(window=4)), [1.0] * 3 + [50.0], [2.0] * 3 + [9.0])
     sentence = jls.health(both[-1][1]).sentence
     assert "its loss of 9 was over" in sentence
     assert "its gradient norm of 50 was over" in sentence
@@ -709,7 +723,7 @@ def test_health_says_spiking_of_a_run_that_gets_worse(kind):
     assert health.verdict == "spiking"
     assert "more than noise alone explains" in health.sentence
     few = [*np.random.default_rng(9).normal(1.0, 0.05, 100), 50.0, 1.0]
-    assert jls.health(run(guarded(jls.spikes(16)), few)[-1][1]).verdict == "ok"
+    assert jls.health(run(guarded(jls.spikes(window=16)), few)[-1][1]).verdict == "ok"
 
 
 # Draws that do not change their nature, so that none of them is unstable.
@@ -724,13 +738,13 @@ UNCHANGING = {
 }
 POLICIES = {
     "default": jls.spikes(),
-    "window 16": jls.spikes(16),
+    "window 16": jls.spikes(window=16),
     "budget 8": jls.spikes(budget=8),
     "no budget": jls.spikes(budget=None),
-    "no budget, window 16": jls.spikes(16, budget=None),
+    "no budget, window 16": jls.spikes(window=16, budget=None),
     "counts": jls.spikes(budget=0),
     "olmo": jls.presets.olmo_spikes(),
-    "3 sigmas": jls.spikes(64, 3.0),
+    "3 sigmas": jls.spikes(window=64, sigmas=3.0),
 }
 
 
@@ -775,7 +789,7 @@ def test_spikes_that_were_skipped_prove_nothing_unless_they_enter_the_window():
     """The bound is for values and the mean of a window that they enter."""
     sizes = np.random.default_rng(9).normal(1.0, 0.05, 400)
     sizes[64::12] *= 1000 * 3.0 ** np.arange(28)
-    state = run(guarded(jls.spikes(32)), sizes)[-1][1]
+    state = run(guarded(jls.spikes(window=32)), sizes)[-1][1]
     health = jls.health(state)
     assert (health.verdict, int(state.spikes)) == ("ok", 28)
     assert "28 found, 28 skipped" in health.sentence
@@ -786,9 +800,9 @@ def test_spikes_that_were_skipped_prove_nothing_unless_they_enter_the_window():
 @pytest.mark.parametrize(
     "policy",
     [
-        jls.spikes(2),
-        jls.spikes(64, 1.0, budget=None),
-        jls.spikes(64, budget=32, max_norm=1.1),
+        jls.spikes(window=2),
+        jls.spikes(window=64, sigmas=1.0, budget=None),
+        jls.spikes(window=64, budget=32, max_norm=1.1),
         SpikePolicy(lambda: jnp.float32(1.0), lambda s, loss, norm: (s, norm > s)),
     ],
 )
@@ -808,13 +822,13 @@ def test_health_says_skipping_where_much_is_thrown_away(policy):
 def test_a_policy_that_skips_little_is_no_reason_to_say_skipping(window):
     sizes = np.random.default_rng(3).normal(1.0, 0.3, 200)
     sizes[50::20] = 60.0  # one in twenty
-    health = jls.health(run(guarded(jls.spikes(window)), sizes)[-1][1])
+    health = jls.health(run(guarded(jls.spikes(window=window)), sizes)[-1][1])
     assert health.verdict == "ok"
 
 
 def test_a_loss_beyond_float32_was_given_all_the_same(jit_or_eager):
     with jax.enable_x64(True):
-        policy, norm = jls.spikes(4), jnp.float32(1.0)
+        policy, norm = jls.spikes(window=4), jnp.float32(1.0)
         judge, state = jit_or_eager(policy.judge), policy.init()
         optimizer = guarded(policy)
         for _ in range(5):
@@ -829,7 +843,9 @@ def test_a_loss_beyond_float32_was_given_all_the_same(jit_or_eager):
 @pytest.mark.parametrize("window", [2, 3, 4, 8])
 def test_small_windows_are_not_called_spiking(window):
     norms = np.random.default_rng(10).normal(1.0, 0.1, (20, 500))
-    _, states = judged(jls.spikes(window), jnp.ones((20, 500)), jnp.float32(norms))
+    _, states = judged(
+        jls.spikes(window=window), jnp.ones((20, 500)), jnp.float32(norms)
+    )
     found, steps = np.asarray(states.found, float), np.arange(1, 501)
     share = np.asarray(states.steady_share)
     assert np.all(found - 2 * np.sqrt(found) <= share * steps)
@@ -837,7 +853,7 @@ def test_small_windows_are_not_called_spiking(window):
 
 def test_health_says_that_the_budget_is_spent():
     sizes = [1.0] * 8 + [50.0, 60.0, 70.0, 80.0, 90.0]
-    state = run(guarded(jls.spikes(8)), sizes)[-1][1]
+    state = run(guarded(jls.spikes(window=8)), sizes)[-1][1]
     health = jls.health(state)
     assert (health.verdict, state.spikes) == ("ok", 4)
     assert "The budget is spent" in health.sentence
@@ -851,9 +867,9 @@ def test_health_claims_nothing_of_a_policy_of_the_users():
 
 
 def test_health_says_that_no_loss_was_ever_given():
-    made = run(guarded(jls.spikes(4)), [1.0] * 5)
+    made = run(guarded(jls.spikes(window=4)), [1.0] * 5)
     assert "pass value=loss" in jls.health(made[-1][1]).sentence
-    made = run(guarded(jls.spikes(4)), [1.0] * 5, [1.0] * 5)
+    made = run(guarded(jls.spikes(window=4)), [1.0] * 5, [1.0] * 5)
     assert "value=loss" not in jls.health(made[-1][1]).sentence
     made = run(guarded(jls.presets.spike_limit(9.0)), [1.0] * 5)
     assert "value=loss" not in jls.health(made[-1][1]).sentence
@@ -861,7 +877,7 @@ def test_health_says_that_no_loss_was_ever_given():
 
 def test_a_spike_at_the_floor_is_not_taken_for_an_overflow():
     scaler = jls.dynamic(1.0, growth_interval=1000)
-    optimizer = jls.loss_scaled(optax.sgd(0.1), scaler, spikes=jls.spikes(4))
+    optimizer = jls.loss_scaled(optax.sgd(0.1), scaler, spikes=jls.spikes(window=4))
     made = run(optimizer, [1.0, 1.0, 1.0, 50.0])
     assert jls.health(made[-1][1], optimizer=optimizer).verdict == "spike"
 
@@ -869,7 +885,7 @@ def test_a_spike_at_the_floor_is_not_taken_for_an_overflow():
 def test_history_counts_spikes_and_marks_them_apart():
     history = jls.History()
     sizes = [1.0, 1.0, 1.0, 50.0, jnp.nan, 1.0]
-    for _, state in run(guarded(jls.spikes(4)), sizes):
+    for _, state in run(guarded(jls.spikes(window=4)), sizes):
         history.append(jls.metrics(state), loss=1.0, global_norm=1.0)
     assert "2 of 6 steps (33.3%), up to 2 in a row; 1 spike among" in history.summary()
     labels = history.plot().axes[0].get_legend_handles_labels()[1]
@@ -883,7 +899,7 @@ def test_history_counts_spikes_and_marks_them_apart():
 
 
 def test_processes_compare_the_scalars_of_the_policy():
-    state = guarded(jls.spikes(4)).init(W)
+    state = guarded(jls.spikes(window=4)).init(W)
     jls.check_in_sync(state)
     compared = set(_scalars(state))
     assert {"spikes", "spike_state/tokens", "spike_state/found"} <= compared
@@ -899,7 +915,7 @@ def right_step(policy):
 
 
 def test_check_step_finds_a_right_step_right():
-    check = jls.check_step(*right_step(jls.spikes(4)))
+    check = jls.check_step(*right_step(jls.spikes(window=4)))
     check.raise_if_broken(not_tried="raise")
     assert "spike not skipped" not in check.not_applicable
     assert "spike not skipped  ok" in str(check)
@@ -908,7 +924,9 @@ def test_check_step_finds_a_right_step_right():
 
 
 def test_check_step_says_that_the_loss_is_missing():
-    optimizer = jls.skip_nonfinite(optax.sgd(0.1, momentum=0.9), spikes=jls.spikes(4))
+    optimizer = jls.skip_nonfinite(
+        optax.sgd(0.1, momentum=0.9), spikes=jls.spikes(window=4)
+    )
 
     @jax.jit
     def step(params, state, x):
@@ -922,7 +940,9 @@ def test_check_step_says_that_the_loss_is_missing():
 
 
 def test_check_step_finds_statistics_that_are_thrown_away():
-    optimizer = jls.skip_nonfinite(optax.sgd(0.1, momentum=0.9), spikes=jls.spikes(4))
+    optimizer = jls.skip_nonfinite(
+        optax.sgd(0.1, momentum=0.9), spikes=jls.spikes(window=4)
+    )
 
     @jax.jit
     def step(params, state, x):
@@ -938,7 +958,7 @@ def test_check_step_finds_statistics_that_are_thrown_away():
 @pytest.mark.parametrize(
     ("policy", "words"),
     [
-        (jls.spikes(4, budget=0), "no budget"),
+        (jls.spikes(window=4, budget=0), "no budget"),
         (jls.presets.spike_limit(1e9), "constant"),
         (SpikePolicy(lambda: jnp.float32(jnp.inf), loss_judge), "not one of jls"),
     ],
@@ -951,7 +971,7 @@ def test_check_step_leaves_out_what_cannot_be_tried(policy, words):
 
 
 def test_check_step_says_that_its_batch_is_a_spike():
-    step, params, state, batch = right_step(jls.spikes(4))
+    step, params, state, batch = right_step(jls.spikes(window=4))
     for _ in range(4):
         params, state, _ = step(params, state, batch)
     with pytest.raises(ValueError, match="the spike policy skipped it"):
@@ -974,6 +994,6 @@ def test_check_step_takes_a_limit_that_is_absolute():
 
 
 def test_check_step_takes_any_number_of_sigmas():
-    check = jls.check_step(*right_step(jls.spikes(4, 1e6)))
+    check = jls.check_step(*right_step(jls.spikes(window=4, sigmas=1e6)))
     check.raise_if_broken(not_tried="raise")
     assert "spike not skipped" not in check.not_applicable

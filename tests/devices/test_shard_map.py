@@ -558,7 +558,9 @@ def test_a_spike_on_one_device_skips_the_step_on_all(
 ):
     """Unreduced: the worst device decides. Nothing else is averaged or compared."""
     inner = optax.sgd(0.5, momentum=0.5)
-    optimizer = jls.skip_nonfinite(inner, axis_name=axis_name, spikes=jls.spikes(4))
+    optimizer = jls.skip_nonfinite(
+        inner, axis_name=axis_name, spikes=jls.spikes(window=4)
+    )
     split = P(mesh.axis_names)
     params = jnp.ones(8)
     state = jax.eval_shape(optimizer.init, jnp.ones(1))
@@ -593,7 +595,7 @@ def test_a_spike_on_one_device_skips_the_step_on_all(
 def test_a_spike_under_plain_jit_on_a_mesh_is_one_decision():
     sharding = NamedSharding(Mesh(DEVICES, ("d",)), P("d"))
     params = jax.device_put(jnp.ones(8), sharding)
-    optimizer = jls.skip_nonfinite(optax.sgd(0.5), spikes=jls.spikes(4))
+    optimizer = jls.skip_nonfinite(optax.sgd(0.5), spikes=jls.spikes(window=4))
     state, whole = optimizer.init(params), optimizer.init(jnp.ones(8))
     step = jax.jit(optimizer.update)
     for size in [1.0, 1.1, 0.9, 1.0, 50.0, 1.0]:
@@ -608,7 +610,9 @@ def test_a_spike_under_plain_jit_on_a_mesh_is_one_decision():
 
 @pytest.mark.filterwarnings("ignore:.*pmap")
 def test_a_spike_under_pmap_is_one_decision():
-    optimizer = jls.skip_nonfinite(optax.sgd(0.5), axis_name="d", spikes=jls.spikes(4))
+    optimizer = jls.skip_nonfinite(
+        optax.sgd(0.5), axis_name="d", spikes=jls.spikes(window=4)
+    )
     params = jnp.ones((8, 2))
     state = jax.pmap(optimizer.init)(params)
     step = jax.pmap(optimizer.update, axis_name="d")

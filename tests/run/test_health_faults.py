@@ -836,7 +836,7 @@ def test_a_wrapper_inside_of_what_freezes_a_part_can_be_read(around):
 
 @pytest.mark.parametrize("number", [-7, jnp.nan, jnp.inf, -jnp.inf, 2**31 - 1])
 def test_no_number_in_a_state_is_too_much_for_health(number):
-    optimizer = jls.skip_nonfinite(optax.sgd(0.1), spikes=jls.spikes(4))
+    optimizer = jls.skip_nonfinite(optax.sgd(0.1), spikes=jls.spikes(window=4))
     params, state = run(optimizer, [GOOD] * 3, value=1.0)
 
     def spoilt(leaf):

@@ -163,7 +163,7 @@ class BothWays(RecordedProgram):
         # As in `RecordedProgram`, but after each: there are twice the operations.
         held = jax.lax.optimization_barrier(held)
         # Twice: over iterations and devices, the even ones are the largest numbers.
-        return Watched(held, key_of(jnp.repeat(jnp.concatenate(sizes), 2)))
+        return Watched(held, key_of(jnp.repeat(jnp.concatenate(sizes), 2, axis=0)))
 
 
 # XLA would leave out roundings between operations that it fuses, and with them what the

@@ -103,7 +103,7 @@ class Twin(RecordedProgram):
         found = ends_of(results)
         assert found is not None
         # Twice: over iterations and devices, the even ones are the largest numbers.
-        counts = [jnp.repeat(_bin_counts(jnp.abs(x)), 2) for x in samples]
+        counts = [jnp.repeat(_bin_counts(jnp.abs(x)), 2, axis=0) for x in samples]
         return jnp.concatenate([found, *map(key_of, counts)])
 
     def cotangent(
