@@ -134,7 +134,7 @@ class BothWays(RecordedProgram):
         try:
             return lowered.compile(_OPTIONS | self.options)
         except Exception:  # a platform that has no such option
-            return lowered.compile()
+            return lowered.compile(self.options)
 
     def _run(self, inputs: Sequence[Array]) -> tuple[list[Array], Records]:
         *operands, self._exact = inputs
