@@ -20,6 +20,7 @@ def draw(every: Sequence[tuple[Place, float]], birth: Any) -> Any:
     errors = np.array([error for _, error in every], np.float64)
     axes.semilogy(np.maximum(errors, _LEAST), ".", markersize=4, color=JLS)
     axes.set_xlabel("operation, in the order of the program")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylabel("relative error")
     use_grid(axes)
     if birth:
