@@ -49,7 +49,7 @@ class Ways(Question[Way]):
         is_mask = not is_scalar or (is_flag and value in (0, 1))
         return Way.FACTOR if is_mask else Way.NONE
 
-    def of_equation(self, site: Site, operands: Sequence[Way]) -> Sequence[Way]:
+    def results_of(self, site: Site, operands: Sequence[Way]) -> Sequence[Way]:
         equation = site.equation
         return [self._of_result(site, operands, x) for x in equation.outvars]
 

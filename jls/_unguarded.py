@@ -122,7 +122,7 @@ class _Zero(Question[bool]):
         number = None if isinstance(value, Tracer) else number_in(value)
         return number is not None and number.value == 0
 
-    def of_equation(self, site: Site, operands: Sequence[bool]) -> Sequence[bool]:
+    def results_of(self, site: Site, operands: Sequence[bool]) -> Sequence[bool]:
         equation = site.equation
         if UPDATE in marks_of(site):
             return [True] * len(equation.outvars)
@@ -157,7 +157,7 @@ class _Data(Question[bool]):
     def of_constant(self, value: Any) -> bool:
         return False
 
-    def of_equation(self, site: Site, operands: Sequence[bool]) -> Sequence[bool]:
+    def results_of(self, site: Site, operands: Sequence[bool]) -> Sequence[bool]:
         equation = site.equation
         if UPDATE in marks_of(site):
             return [False] * len(equation.outvars)

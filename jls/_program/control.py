@@ -210,14 +210,14 @@ _CALLS = {
 }
 
 
-Beside = Any  # a tree of arrays
-Run = Callable[[Call, Sequence[Any]], tuple[list[Any], Beside]]
-Step = Callable[[list[Any]], tuple[list[Any], Beside]]
+Extra = Any  # a tree of arrays
+Run = Callable[[Call, Sequence[Any]], tuple[list[Any], Extra]]
+Step = Callable[[list[Any]], tuple[list[Any], Extra]]
 
 
-def _nothing_beside(
+def _no_extra(
     step: Step, carry: list[Any], has_lanes: bool
-) -> tuple[Beside, Callable[[Any], Any]]:
+) -> tuple[Extra, Callable[[Any], Any]]:
     return None, lambda state: (step(state[0])[0], None)
 
 
@@ -226,8 +226,8 @@ def rebuild(
     calls: list[Call],
     operands: Sequence[Any],
     run: Run,
-    begin: Callable[..., tuple[Beside, Callable[[Any], Any]]] = _nothing_beside,
-) -> tuple[list[Any], Beside]:
+    begin: Callable[..., tuple[Extra, Callable[[Any], Any]]] = _no_extra,
+) -> tuple[list[Any], Extra]:
     """The results of a loop, of branches or of a `shard_map` with other bodies.
 
     Args:
@@ -252,7 +252,7 @@ def rebuild(
 
 def _scan_again(
     equation: Any, call: Call, operands: Sequence[Any], run: Run
-) -> tuple[list[Any], Beside]:
+) -> tuple[list[Any], Extra]:
     first, last = call.consts, call.consts + call.carried
 
     def body(carry, slices):
@@ -274,7 +274,7 @@ def _scan_again(
 
 def _while_again(
     calls: list[Call], operands: Sequence[Any], run: Run, begin: Any
-) -> tuple[list[Any], Beside]:
+) -> tuple[list[Any], Extra]:
     body, condition = calls
     inputs = body.inputs(operands)
     carry = inputs[body.consts :]
@@ -307,7 +307,7 @@ def _in_lanes(pred: Array, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
 
 def _devices_again(
     equation: Any, call: Call, operands: Sequence[Any], run: Run
-) -> tuple[list[Any], Beside]:
+) -> tuple[list[Any], Extra]:
     axes = manual_axes(equation)
     assert axes is not None
 

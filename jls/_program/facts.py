@@ -147,14 +147,14 @@ class Value:
     sign: Annotated[int | None, _IF_EQUAL] = None
     multiple: Annotated[Multiple | None, _IF_EQUAL] = None
 
-    def but(self, **facts: Any) -> "Value":
+    def replace(self, **facts: Any) -> "Value":
         """The value with other facts."""
         return dataclasses.replace(self, **facts)
 
     def sliced(self) -> "Value":
         """A slice of it along its first axis, or a stack of values like it."""
         known = None if isinstance(self.known, Same) else self.known
-        return self.but(known=known, scale=None, is_splat=False)
+        return self.replace(known=known, scale=None, is_splat=False)
 
     def joined(self, other: "Value") -> "Value":
         """The facts that hold of both, without the degree."""

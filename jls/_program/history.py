@@ -27,20 +27,20 @@ def with_history(op: Operation, value: Value, by_scale: bool) -> Value:
     """
     if any(map(is_scaled, op.operands)):
         cleaned, scaled = _cleaned_while_scaled(op)
-        value = value.but(cleaned=cleaned, scaled=scaled)
+        value = value.replace(cleaned=cleaned, scaled=scaled)
         if value.degree != ZERO:
             return value
         is_narrow = is_narrower(op.aval.dtype, np.float32)
         narrowed = Cast(op.site, 1.0) if is_narrow and by_scale else None
-        return value.but(unscaled=op.site, narrowed=narrowed)
+        return value.replace(unscaled=op.site, narrowed=narrowed)
     if is_scaled(value):
         return value
     if is_transposed(op.site):
-        return value.but(unscaled=op.site)
+        return value.replace(unscaled=op.site)
     gradients = [x for x in op.operands if x.unscaled]
     if not gradients:
         return value
-    return value.but(
+    return value.replace(
         unscaled=gradients[0].unscaled,
         gain=gradients[0].gain * _gain(op),
         narrowed=narrowed_by(op, gradients[0]),

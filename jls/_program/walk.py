@@ -29,7 +29,7 @@ class Question(abc.ABC, Generic[V]):
         """The fact about a number in the program."""
 
     @abc.abstractmethod
-    def of_equation(self, site: Site, operands: Sequence[V]) -> Sequence[V]:
+    def results_of(self, site: Site, operands: Sequence[V]) -> Sequence[V]:
         """The facts about the results of an operation."""
 
     @abc.abstractmethod
@@ -43,10 +43,10 @@ class Question(abc.ABC, Generic[V]):
         """The fact about a carried value; `before` itself if nothing was added."""
         return self.join(site, before, after)
 
-    def on_call(self, site: Site, operands: Sequence[V]) -> None:
+    def enter_call(self, site: Site, operands: Sequence[V]) -> None:
         """Called before the walk goes into a call, a loop or a branch."""
 
-    def of_call(self, site: Site, results: Sequence[V]) -> Sequence[V]:
+    def call_results(self, site: Site, results: Sequence[V]) -> Sequence[V]:
         """The facts about the results of a call, from those of its program."""
         return results
 
@@ -70,22 +70,22 @@ def walk(
       question: the analysis.
       site: the calls around the program.
     """
-    run = functools.partial(_of_equation, question=question)
+    run = functools.partial(_results_of, question=question)
     return evaluate(program, operands, question.of_constant, run, site)
 
 
-def _of_equation(site: Site, operands: list[V], question: Question[V]) -> Sequence[V]:
+def _results_of(site: Site, operands: list[V], question: Question[V]) -> Sequence[V]:
     calls = [x for x in calls_of(site.equation) if x.kind != "condition"]
     if not calls:
-        return question.of_equation(site, operands)
-    question.on_call(site, operands)
+        return question.results_of(site, operands)
+    question.enter_call(site, operands)
     if calls[0].is_loop:
         results = _repeat(site, calls[0], operands, question)
     elif calls[0].kind == "branch":
         results = _choose(site, calls, operands, question)
     else:
         results = walk(calls[0].program, operands, question, site)
-    return question.of_call(site, results)
+    return question.call_results(site, results)
 
 
 def _repeat(

@@ -1018,7 +1018,7 @@ def test_at_most_three_times_the_carried_state_is_on_the_device():
 
 
 def test_step_that_takes_long_says_what_it_does(monkeypatch, caplog):
-    monkeypatch.setattr("jls._tools.reading.patience._PATIENCE_IN_SECONDS", 0.0)
+    monkeypatch.setattr("jls._tools.reading.slow._PATIENCE_IN_SECONDS", 0.0)
     assert check(*plain()).ok
     assert "compiling and running the step" in caplog.text
 

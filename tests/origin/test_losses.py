@@ -22,10 +22,10 @@ from jls._program.frames import Frame
 from jls._program.replay import Watched, replay
 from jls._tools.origin import losses
 from jls._tools.origin.losses import (
-    BothWays,
-    Errors,
+    HalfAndFloat32,
     Losses,
     PrecisionLoss,
+    RelativeErrors,
     find_losses,
 )
 from jls.types import Place
@@ -139,8 +139,8 @@ def test_step_may_take_losses_itself():
 def errors_of(fun, *args):
     program = jax.make_jaxpr(fun)(*args)
     root = Frame(program)
-    both = BothWays(root, [(root, x) for x in root.jaxpr.outvars])
-    return both, root, Errors(both.run(args))
+    both = HalfAndFloat32(root, [(root, x) for x in root.jaxpr.outvars])
+    return both, root, RelativeErrors(both.run(args))
 
 
 def test_error_is_that_of_the_sums_of_magnitudes():

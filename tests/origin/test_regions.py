@@ -128,7 +128,7 @@ def places(case):
 
 @pytest.mark.parametrize("ask", [jls.why, jls.calibrate])
 def test_a_tool_that_takes_long_says_what_it_does(ask, monkeypatch, caplog):
-    monkeypatch.setattr("jls._tools.reading.patience._PATIENCE_IN_SECONDS", 0.0)
+    monkeypatch.setattr("jls._tools.reading.slow._PATIENCE_IN_SECONDS", 0.0)
     made = made_of(SCALED[next(iter(SCALED))])
     ask(made.step, *made.args, **made.kwargs)
     name = ask.__module__.rpartition(".")[2]

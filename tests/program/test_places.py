@@ -39,15 +39,15 @@ class Places:
     def of_constant(self, value):
         return None
 
-    def of_equation(self, site, operands):
+    def results_of(self, site, operands):
         if site.equation.primitive.name == self.operation:
             self.found.append(self.read(site))
         return [None] * len(site.equation.outvars)
 
-    def on_call(self, site, operands):
+    def enter_call(self, site, operands):
         pass
 
-    def of_call(self, site, results):
+    def call_results(self, site, results):
         return results
 
     def join(self, site, one, other):

@@ -24,7 +24,7 @@ class Inputs(Question):
     def of_constant(self, value):
         return frozenset()
 
-    def of_equation(self, site, operands):
+    def results_of(self, site, operands):
         if site.equation.primitive.name == "add":
             self.additions.append(site.indices)
         return [frozenset().union(*operands)] * len(site.equation.outvars)

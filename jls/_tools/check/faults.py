@@ -51,7 +51,7 @@ HUGE = 2.0**126  # the largest scale that `jls.set_loss_scale` takes
 _MANY_LEAVES = 8
 
 
-class Point(NamedTuple):
+class Base(NamedTuple):
     """Where faults are injected."""
 
     runner: Runner
@@ -137,7 +137,7 @@ def try_all(runner: Runner, findings: Findings, cleaned: Sequence[Value]) -> Non
         findings.not_tried("not atomic", why_unmoved)
     if base is not None:
         runner.left += 2 * window
-    point = Point(runner, subject, findings, base or good[0], window)
+    point = Base(runner, subject, findings, base or good[0], window)
     note_still(runner, subject, point.good_run, findings)
     if subject.reading is not None:
         note_tolerances(Frame(subject.reading.traced.program), findings.notes)
@@ -162,7 +162,7 @@ def try_all(runner: Runner, findings: Findings, cleaned: Sequence[Value]) -> Non
 # The trials.
 
 
-def _in_scales(point: Point) -> list[Trial]:
+def _in_scales(point: Base) -> list[Trial]:
     """The trials with other loss scales."""
     scales = tuple(point.subject.scales)
     groups = [(scales, math.inf)]
@@ -183,7 +183,7 @@ def _in_scales(point: Point) -> list[Trial]:
     return trials
 
 
-def _in_batch(point: Point) -> list[Trial]:
+def _in_batch(point: Base) -> list[Trial]:
     """The trials with NaN in an element of each array that is not carried."""
     subject, leaves = point.subject, point.good_run.given
     # Not a part of an argument that is carried, such as a field left out.
@@ -210,7 +210,7 @@ def _may_hold_nan(leaf: Any) -> bool:
     return is_real and np.ndim(leaf) > 0 and np.size(leaf) > 0
 
 
-def _attempt(point: Point, trial: Trial, after: Run | None = None) -> Run | None:
+def _attempt(point: Base, trial: Trial, after: Run | None = None) -> Run | None:
     """A run, from the point or after another; None if it fails, as findings say."""
     leaves = after.next if after else point.good_run.given
     try:
@@ -223,7 +223,7 @@ def _attempt(point: Point, trial: Trial, after: Run | None = None) -> Run | None
     return None
 
 
-def _fault(point: Point, trial: Trial, run: Run) -> Fault:
+def _fault(point: Base, trial: Trial, run: Run) -> Fault:
     """The outcome of a trial."""
     trained, results = point.subject.trained, point.subject.results
     # The program only moves elements there, as into a buffer.
@@ -243,7 +243,7 @@ def _fault(point: Point, trial: Trial, run: Run) -> Fault:
 
 
 def _good_step_after(
-    point: Point, what: str, stored: Mapping[int, Any], code: Code
+    point: Base, what: str, stored: Mapping[int, Any], code: Code
 ) -> Trial:
     changes = {i: point.good_run.given[i] for i in stored}
     return Trial(f"a good step after {what}", changes, code)
@@ -275,7 +275,7 @@ def judge_mix(runner: Runner, findings: Findings) -> None:
         findings.broken(code, evidence, place)
 
 
-def _note_finite_losses(point: Point, faults: Faults) -> None:
+def _note_finite_losses(point: Base, faults: Faults) -> None:
     """Notes where a wrapper whose scale moves skipped for the gradients only."""
     hidden = [
         fault.what
@@ -298,7 +298,7 @@ def _note_finite_losses(point: Point, faults: Faults) -> None:
         )
 
 
-def _judge_stuck(point: Point, faults: Faults) -> None:
+def _judge_stuck(point: Base, faults: Faults) -> None:
     """Whether an overflow changes nothing, not even the loss scale and counters."""
     code: Code = "scale stuck"
     subject, findings = point.subject, point.findings
@@ -319,7 +319,7 @@ def _judge_stuck(point: Point, faults: Faults) -> None:
         findings.right(code)
 
 
-def _judge_overflow(point: Point, faults: Faults, cleaned: Sequence[Value]) -> None:
+def _judge_overflow(point: Base, faults: Faults, cleaned: Sequence[Value]) -> None:
     """Whether a step whose gradients overflowed was applied."""
     code: Code = "overflow hidden"
     subject, findings, leaves = point.subject, point.findings, point.good_run.given
@@ -357,7 +357,7 @@ def _scaler_was_notified(fault: Fault) -> bool:
     )
 
 
-def _report_applied(point: Point, fault: Fault, cleaned: Sequence[Value]) -> None:
+def _report_applied(point: Base, fault: Fault, cleaned: Sequence[Value]) -> None:
     """Reports an applied step whose gradients overflowed and were cleaned."""
     code: Code = "overflow hidden"
     findings, run, right = point.findings, fault.run, point.good_run
@@ -377,14 +377,14 @@ def _report_applied(point: Point, fault: Fault, cleaned: Sequence[Value]) -> Non
         findings.not_tried(code, f"with {fault.what} the step was applied")
 
 
-def _is_steady(point: Point) -> bool:
+def _is_steady(point: Base) -> bool:
     """Whether two equal calls give the same parameters."""
     trial = Trial("a good step, repeated", {}, "overflow hidden")
     again = _attempt(point, trial)
     return again is not None and again.comes_out_as(point.good_run)
 
 
-def _plant_inf(point: Point, cleaned: Sequence[Value]) -> None:
+def _plant_inf(point: Base, cleaned: Sequence[Value]) -> None:
     """Plants an inf in gradients of which reading doubts that they keep it."""
     code: Code = "overflow hidden"
     all_kept = True
@@ -407,7 +407,7 @@ def _plant_inf(point: Point, cleaned: Sequence[Value]) -> None:
         point.findings.right(code)
 
 
-def _try_spike(point: Point, scale: Scale) -> None:
+def _try_spike(point: Base, scale: Scale) -> None:
     """The good step after a window of far lower losses and norms: a spike."""
     code: Code = "spike not skipped"
     at, (_, subject, findings, good_run, _) = scale.spikes, point
@@ -455,7 +455,7 @@ def _try_spike(point: Point, scale: Scale) -> None:
         findings.right(code, note)
 
 
-def _judge_nonfinite(point: Point, faults: Faults) -> None:
+def _judge_nonfinite(point: Base, faults: Faults) -> None:
     code: Code = "nan committed"
     findings, names = point.findings, point.subject.names
     hides = findings.status("overflow hidden") == "broken"
@@ -474,7 +474,7 @@ def _judge_nonfinite(point: Point, faults: Faults) -> None:
         findings.right(code, note if stored else "")
 
 
-def _judge_atomic(point: Point, faults: Faults) -> None:
+def _judge_atomic(point: Base, faults: Faults) -> None:
     code: Code = "not atomic"
     subject, findings, names = point.subject, point.findings, point.subject.names
     if findings.is_settled(code):
@@ -523,7 +523,7 @@ def _may_move(run: Run, i: int) -> bool:
     return is_rounding(old, new)
 
 
-def _judge_recovery(point: Point, faults: Faults) -> None:
+def _judge_recovery(point: Base, faults: Faults) -> None:
     """Good steps after a bad one: do the parameters move again?"""
     code: Code = "never recovers"
     findings, params = point.findings, point.subject.all_params
@@ -561,7 +561,7 @@ def _judge_recovery(point: Point, faults: Faults) -> None:
     findings.right(code)
 
 
-def _compare_devices(point: Point, faults: Faults, good: Sequence[Run]) -> None:
+def _compare_devices(point: Base, faults: Faults, good: Sequence[Run]) -> None:
     """Whether all devices hold the same, of what they hold together."""
     code: Code = "out of sync"
     findings, subject = point.findings, point.subject

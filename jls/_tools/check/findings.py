@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 
 from jls._program.places import Place
 from jls._tools.check.codes import CODES, Code
-from jls._tools.reading.updates import Given
+from jls._tools.reading.updates import SeenValue
 
 # A run may show these of a right step: only a program says what is an average, noise
 # or a buffer.
@@ -21,7 +21,7 @@ class Mix(NamedTuple):
 
     evidence: str
     place: Place
-    given: list[Given]  # what a wrapper is given, and it goes into
+    given: list[SeenValue]  # what a wrapper is given, and it goes into
     is_sum: bool
 
 

@@ -25,7 +25,7 @@ from jls._tools.check.subject import Subject
 from jls._tools.reading.derivatives import DERIVATIVE, devices_along, is_tracked
 from jls._tools.reading.reading import Reading
 from jls._tools.reading.scales import Scale
-from jls._tools.reading.updates import Checked, Given
+from jls._tools.reading.updates import SeenValue, UpdateCall
 from jls._tree import is_inexact
 
 BY_READING: tuple[Code, ...] = (
@@ -35,7 +35,9 @@ BY_READING: tuple[Code, ...] = (
     "gradients narrowed",
 )
 SUMMED: Code = "summed over devices"
-Calls = Sequence[tuple[int, Checked]]  # of wrappers, with the index of the loss scale
+Calls = Sequence[
+    tuple[int, UpdateCall]
+]  # of wrappers, with the index of the loss scale
 
 # Gradients that are multiplied by 16 or more before the cast are scaled on purpose.
 # Smaller factors come from sums over micro-batches or devices.
@@ -196,7 +198,7 @@ def _read_not_scaled(
 
 
 def _read_leaks(
-    values: Sequence[Value], what: str, given: Sequence[Given], findings: Findings
+    values: Sequence[Value], what: str, given: Sequence[SeenValue], findings: Findings
 ) -> None:
     verb = "are" if what == "the gradients" else "is"
     for value in values:

@@ -22,9 +22,9 @@ from jls._tools.check.leaves import as_numbers, as_numpy, same
 from jls._tools.check.static import Numbers, numbers_in, static_roots, subtree
 from jls._tools.check.subject import Subject, subject_of
 from jls._tools.reading.arguments import Arguments, BoundArguments, Item, items_of
-from jls._tools.reading.patience import logging_if_slow
 from jls._tools.reading.reading import Reading
 from jls._tools.reading.scales import Scale
+from jls._tools.reading.slow import logging_if_slow
 from jls._tree import is_concrete, is_extended, is_inexact
 
 Leaves = list[Any]

@@ -19,7 +19,7 @@ from jls._program.control import Indices
 from jls._program.frames import Frame
 from jls._program.replay import Watched, replay
 from jls._tools.check.subject import Subject
-from jls._tools.reading.updates import Given
+from jls._tools.reading.updates import SeenValue
 
 # At a scale of 1 nothing leaks. An L2 penalty of 1e-6 that is not scaled shows at the
 # lowest of these.
@@ -35,7 +35,7 @@ class _Seen(NamedTuple):
 
 
 def error_between_scales(
-    subject: Subject, leaves: Sequence[Any], values: Sequence[Given]
+    subject: Subject, leaves: Sequence[Any], values: Sequence[SeenValue]
 ) -> float | None:
     """How far values are off at other scales than 1, relative to their norms.
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib.ticker import MaxNLocator
 
 from jls._program.places import Place
 from jls._tools.figure import JLS, RED, WIDTH, ShownFigure, use_grid
@@ -20,7 +21,7 @@ def draw(every: Sequence[tuple[Place, float]], birth: Any) -> Any:
     errors = np.array([error for _, error in every], np.float64)
     axes.semilogy(np.maximum(errors, _LEAST), ".", markersize=4, color=JLS)
     axes.set_xlabel("operation, in the order of the program")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel("relative error")
     use_grid(axes)
     if birth:

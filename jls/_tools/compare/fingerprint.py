@@ -50,9 +50,9 @@ from jls._tools.compare.sketch import (
     sketch_all,
 )
 from jls._tools.origin.case import settings, trace_call
-from jls._tools.origin.record import quickly, record_of
+from jls._tools.origin.record import fast_compile_options, record_of
 from jls._tools.reading.arguments import items_of
-from jls._tools.reading.patience import logging_if_slow
+from jls._tools.reading.slow import logging_if_slow
 from jls._tree import is_array
 
 FORMAT = 1  # of the file
@@ -482,7 +482,9 @@ def _quick(arithmetic: Arithmetic) -> Arithmetic:
 
 @functools.lru_cache(4096)
 def _jitted(operation: Any) -> Any:
-    return jax.jit(lambda *x: operation.bind(x), compiler_options=quickly())
+    return jax.jit(
+        lambda *x: operation.bind(x), compiler_options=fast_compile_options()
+    )
 
 
 class _Around:

@@ -24,25 +24,25 @@ from jls._tools.origin.case import (
     Recording,
     Run,
     at_scale,
-    closer,
     forward_of,
     read_case,
     record,
     run,
+    run_with_all_records,
     settings,
 )
 from jls._tools.origin.far_off import MIN_OFF, FarOff
-from jls._tools.origin.kept import AGAIN, OF_FLOAT16, Forward, Touch, argument
-from jls._tools.origin.losses import BothWays, Losses, find_built_up, find_losses
+from jls._tools.origin.kept import AGAIN, OF_FLOAT16, Forward, HalfOperation, argument
+from jls._tools.origin.losses import HalfAndFloat32, Losses, find_built_up, find_losses
 from jls._tools.origin.record import as_large_as
 from jls._tools.origin.result import place_in_words
 from jls._tools.origin.scalers import scalers_in
 from jls._tools.origin.trail import OpResult, RunValue, Trail
 from jls._tools.origin.twin import Twin
 from jls._tools.origin.why import LOWEST_EXPONENT, birth_of, explain
-from jls._tools.reading.patience import logging_if_slow
 from jls._tools.reading.precision import PrecisionReport, look_at
 from jls._tools.reading.scales import is_switched_off
+from jls._tools.reading.slow import logging_if_slow
 from jls._tools.reading.widths import Widths
 
 _CAST = "convert_element_type"
@@ -147,7 +147,7 @@ class Search(NamedTuple):
     is_needed: bool  # whether a result in a narrow dtype depends on it
     following: list[Variable]  # those that double with it
     forward: Forward
-    touches: list[Touch]
+    half_operations: list[HalfOperation]
     twin: Twin
 
     def leaves(self, scale: float) -> list[Any]:
@@ -173,12 +173,12 @@ def read_search(case: Case) -> Search:
             depends.append((variable, value))
     following = [variable for variable, value in depends if _follows(value)]
     forward = Forward(case.main, forward_of(case))
-    touches = forward.touches()
-    sized = {(x.frame, atom) for x in touches for atom in x.half}
+    half_operations = forward.half_operations()
+    sized = {(x.frame, atom) for x in half_operations for atom in x.half}
     twin = Twin(case.main, sized & on_the_way, following, case.traced.options)
     is_off = is_switched_off(now, case.scales[at])
     return Search(
-        case, at, now, is_off, bool(depends), following, forward, touches, twin
+        case, at, now, is_off, bool(depends), following, forward, half_operations, twin
     )
 
 
@@ -189,11 +189,11 @@ def _calibrated(
     found = Calibration(1.0, notes=(_why_none(search, seen),), write=seen.write)
     if search.following:
         found = _ceiling(search, bounds)
-    if not (search.following or search.touches):
+    if not (search.following or search.half_operations):
         return found
     scale = 1.0 if found.ceiling is None else found.init_scale
     trail = Trail(search.twin(search.leaves(scale)))
-    kept = search.forward.kept(trail, search.touches)
+    kept = search.forward.kept(trail, search.half_operations)
     if found.ceiling is not None:
         found = _with_shares(search, found, trail)
     elif search.following:
@@ -204,7 +204,7 @@ def _calibrated(
     notes = tuple(filter(None, (*found.notes, kept.note)))
     found = found._replace(notes=notes, write=write, keep=kept.keep)
     is_low = found.ceiling is not None and bounds and bounds[0] > found.ceiling
-    if is_low or search.forward.has_vanished(trail, search.touches):
+    if is_low or search.forward.has_vanished(trail, search.half_operations):
         return _nearer(search, found)
     return found
 
@@ -232,7 +232,7 @@ def _limit(search: Search, ceiling: float) -> tuple[Place | None, str]:
     """The place that overflows first above the ceiling, and what to do."""
     above = search.run(2 * ceiling)
     for only_first in (True, False):
-        trail, program = closer(search.case, above, only_first)
+        trail, program = run_with_all_records(search.case, above, only_first)
         below = search.run(ceiling, program).trail
         for birth in trail.births(above.values):
             op = birth.origin
@@ -388,7 +388,7 @@ def _mended(search: Search) -> Calibration | None:
         notes.append(f"In half this line {makes}: {here}")
     if is_needed:
         trail = Trail(search.twin(search.leaves(scale)))
-        kept = search.forward.kept(trail, search.touches)
+        kept = search.forward.kept(trail, search.half_operations)
         notes.append(kept.note if {*kept.units} == {*units} else AGAIN)
     write = argument(keep)
     return Calibration(search.now, notes=tuple(notes), write=write, keep=keep)
@@ -410,7 +410,7 @@ def _with_losses(search: Search, result: Calibration) -> Calibration:
     ] or [x for x in results if x not in forward]
     watched = {x.variable: "the loss" for x in case.roots if x.role == LOSS}
     watched |= {x: name for x, name in results.items() if x in forward}
-    both = BothWays(main, [*gradients, *watched], case.traced.options)
+    both = HalfAndFloat32(main, [*gradients, *watched], case.traced.options)
     leaves = search.leaves(_low_scale(search, result))
     found = find_losses(both, main, leaves, gradients)
     built_up = find_built_up(both, main, leaves, watched)

@@ -290,7 +290,9 @@ def _bad_roots(roots: Iterable[Root], trail: Trail) -> list[Bad]:
     return bad
 
 
-def closer(case: Case, found: Run, only_first: bool = False) -> tuple[Trail, Recording]:
+def run_with_all_records(
+    case: Case, found: Run, only_first: bool = False
+) -> tuple[Trail, Recording]:
     """A run like this one in which the births of bad values are found.
 
     Args:

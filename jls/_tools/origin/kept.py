@@ -46,7 +46,7 @@ class Kept(NamedTuple):
     units: tuple[Unit, ...] = ()  # those in which they are
 
 
-class Touch(NamedTuple):
+class HalfOperation(NamedTuple):
     """An operation of the forward pass, with the values of it that are half."""
 
     frame: Frame
@@ -84,9 +84,9 @@ class Forward:
         self._has_float16 = any(map(is_narrow_atom, made))
         self.is_cast = any(AUTOCAST in marks_of(site) for _, site in self._all)
 
-    def touches(self) -> list[Touch]:
+    def half_operations(self) -> list[HalfOperation]:
         """The operations with values in half, or products that a cast makes half."""
-        choice, found = Choice(jnp.float16, None), list[Touch]()
+        choice, found = Choice(jnp.float16, None), list[HalfOperation]()
         for frame, site in self._all:
             equation = site.equation
             operands, results = variables_in(equation.invars), equation.outvars
@@ -103,30 +103,32 @@ class Forward:
                 half = [] if is_wide else [*filter(is_float32, operands), *results]
             if half:
                 floats = list(filter(is_inexact_atom, operands))
-                found.append(Touch(frame, site, half, floats))
+                found.append(HalfOperation(frame, site, half, floats))
         return found
 
-    def has_vanished(self, trail: Trail, touches: Sequence[Touch]) -> bool:
+    def has_vanished(
+        self, trail: Trail, half_operations: Sequence[HalfOperation]
+    ) -> bool:
         """Whether all that a product takes vanishes in float16.
 
         Args:
           trail: as for `kept`.
-          touches: those that `touches` gave.
+          half_operations: those of this forward pass.
         """
         return any(
             0 < trail.size(value).finite <= _VANISHING
-            for x in touches
+            for x in half_operations
             if x.site.equation.primitive.name in PRODUCTS
             for atom in filter(is_narrow_atom, x.half)
             for value in trail.in_every_iteration(x.frame, atom)
         )
 
-    def kept(self, trail: Trail, touches: Sequence[Touch]) -> Kept:
+    def kept(self, trail: Trail, half_operations: Sequence[HalfOperation]) -> Kept:
         """What has to stay float32.
 
         Args:
-          trail: of a run in float32, in which the values of `touches` are recorded.
-          touches: those that `touches` gave.
+          trail: of a run in float32, with records of the values in half.
+          half_operations: those of this forward pass.
         """
         known: dict[Variable, bool] = {}
 
@@ -135,9 +137,11 @@ class Forward:
                 known[frame, atom] = _is_beyond(trail, frame, atom)
             return known[frame, atom]
 
-        found = [x for x in touches if any(is_beyond(x.frame, y) for y in x.half)]
+        found = [
+            x for x in half_operations if any(is_beyond(x.frame, y) for y in x.half)
+        ]
         born = [x for x in found if not any(is_beyond(x.frame, y) for y in x.floats)]
-        return self._as_keep(_units(found), _units(born), _units(touches))
+        return self._as_keep(_units(found), _units(born), _units(half_operations))
 
     def _as_keep(self, found: list[Unit], born: list[Unit], every: list[Unit]) -> Kept:
         if not found:
@@ -167,8 +171,8 @@ class Forward:
         return keep_of(list(dict.fromkeys([*before, *found])), every, scopes)
 
 
-def _units(touches: Iterable[Touch]) -> list[Unit]:
-    return list(dict.fromkeys(unit_of(x.site) for x in touches))
+def _units(half_operations: Iterable[HalfOperation]) -> list[Unit]:
+    return list(dict.fromkeys(unit_of(x.site) for x in half_operations))
 
 
 OF_FLOAT16 = "In float16 forward values would be out of range in "

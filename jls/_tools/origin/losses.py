@@ -95,7 +95,7 @@ class Losses(NamedTuple):
         return (f"{text}. With {lines} as in float32, {gains} of that is gone",)
 
 
-class BothWays(RecordedProgram):
+class HalfAndFloat32(RecordedProgram):
     """A program in half precision, and in float32 beside it.
 
     Args:
@@ -197,7 +197,7 @@ def error_of(sizes: Sizes) -> np.ndarray:
         return np.where(size > 0, apart / size, np.nan)
 
 
-class Errors:
+class RelativeErrors:
     """The errors of all values in one run."""
 
     def __init__(self, records: Records) -> None:
@@ -278,7 +278,7 @@ class _Growth(NamedTuple):
     def site(self) -> Site:
         return self.frame.site_of(self.position)
 
-    def error_in(self, errors: Errors) -> float:
+    def error_in(self, errors: RelativeErrors) -> float:
         """The error of its results in another run."""
         every = errors.recorded(self.frame, self.position) or []
         found = (float(np.nan_to_num(error_of(x)).max()) for x in every)
@@ -298,7 +298,7 @@ class _Growth(NamedTuple):
 
 
 def find_losses(
-    both: BothWays,
+    both: HalfAndFloat32,
     main: Frame,
     inputs: Sequence[Any],
     gradients: Sequence[Variable],
@@ -311,7 +311,7 @@ def find_losses(
       inputs: of one call.
       gradients: what the error of a line is judged by.
     """
-    errors = Errors(both.run(inputs))
+    errors = RelativeErrors(both.run(inputs))
     error = _of_all(errors, gradients)
     units = [_unit(x) for frame in main.all() for x in frame.makers if is_half_atom(x)]
     if not units or not _MIN_FACTOR * min(units) / 2 < error < math.inf:
@@ -323,9 +323,9 @@ def find_losses(
     order = sorted(largest, key=lambda at: -largest[at].factor)
     found = []
 
-    def run(sites: Iterable[Site]) -> tuple[Errors, float]:
+    def run(sites: Iterable[Site]) -> tuple[RelativeErrors, float]:
         """The errors with these results as in float32, and what is gone of it."""
-        exact = Errors(both.run(inputs, {x.indices for x in sites}))
+        exact = RelativeErrors(both.run(inputs, {x.indices for x in sites}))
         return exact, 1 - _of_all(exact, gradients) / error
 
     for at in order[:MOST]:
@@ -346,7 +346,7 @@ def find_losses(
 
 
 def find_built_up(
-    both: BothWays,
+    both: HalfAndFloat32,
     main: Frame,
     inputs: Sequence[Any],
     results: Mapping[Variable, str],
@@ -361,7 +361,7 @@ def find_built_up(
       inputs: of one call.
       results: of the forward pass, with their names.
     """
-    errors = Errors(both.run(inputs))
+    errors = RelativeErrors(both.run(inputs))
     loops = [x for x in main.all() if x.is_loop and not is_transposed(x.site)]
     for variable, name in results.items():
         error = _of_all(errors, [variable])
@@ -372,7 +372,7 @@ def find_built_up(
             if not _builds_up(errors, loop, found):
                 continue
             inside = {frame.indices_of(index) for frame, index in loop.operations()}
-            exact = _of_all(Errors(both.run(inputs, inside)), [variable])
+            exact = _of_all(RelativeErrors(both.run(inputs, inside)), [variable])
             if exact < error / 2:
                 place = place_of(loop.site)._replace(module="")
                 return (
@@ -385,7 +385,9 @@ def find_built_up(
 _MIN_OFF = 0.1
 
 
-def _builds_up(errors: Errors, loop: Frame, wanted: Container[Variable]) -> bool:
+def _builds_up(
+    errors: RelativeErrors, loop: Frame, wanted: Container[Variable]
+) -> bool:
     """Whether the error of what a loop carries grows with its iterations."""
     assert loop.parent is not None
     consts, carried = loop.counts()
@@ -410,7 +412,7 @@ def _share(error: float) -> str:
     return f"{error:.1f} times its size" if error >= 1 else f"{error:.0%}"
 
 
-def _of_all(errors: Errors, variables: Iterable[Variable]) -> float:
+def _of_all(errors: RelativeErrors, variables: Iterable[Variable]) -> float:
     """The error of several values together."""
     every = [errors.of(frame, atom).reshape(2, -1).sum(-1) for frame, atom in variables]
     apart, size = np.sum(every, axis=0, dtype=float).tolist()
@@ -427,7 +429,7 @@ def _unit(atom: Any) -> float:
     return float(jnp.finfo(getattr(atom, "aval", atom).dtype).eps) / 2
 
 
-def _growths(errors: Errors, main: Frame, unit: float) -> Iterator[_Growth]:
+def _growths(errors: RelativeErrors, main: Frame, unit: float) -> Iterator[_Growth]:
     """The operations whose results have many times the error of their operands."""
     for frame, index in main.operations():
         equation = frame.jaxpr.eqns[index]
@@ -492,7 +494,7 @@ def _behind_casts(frame: Frame, atom: Any) -> Any:
     return atom
 
 
-def _before_first(errors: Errors, frame: Frame, atom: Any) -> Sizes:
+def _before_first(errors: RelativeErrors, frame: Frame, atom: Any) -> Sizes:
     """The sizes of what a loop starts with."""
     outside, _ = frame.sources(_behind_casts(frame, atom))
     return errors.of(*outside)[..., None]

@@ -127,7 +127,9 @@ class RecordedProgram:
 
     def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         is_quick = self.ARITHMETIC is not AS_WRITTEN or not self._beside
-        return lowered.compile((quickly() if is_quick else {}) | self.options)
+        return lowered.compile(
+            (fast_compile_options() if is_quick else {}) | self.options
+        )
 
     def _bring_to_float32(self, records: Records) -> None:
         """Replaces the records in their own dtypes by `u32[..., n]`."""
@@ -191,7 +193,7 @@ class RecordedProgram:
         return keys
 
 
-def quickly() -> dict[str, Any]:
+def fast_compile_options() -> dict[str, Any]:
     """Options with which XLA compiles in less time what runs a few times.
 
     The last bits may differ: so what decides whether a number is finite goes without.

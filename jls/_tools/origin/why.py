@@ -33,12 +33,12 @@ from jls._tools.origin.case import (
     Recording,
     Run,
     at_scale,
-    closer,
     forward_of,
     possible_parameters,
     read_case,
     record,
     run,
+    run_with_all_records,
     settings,
 )
 from jls._tools.origin.measure import Size
@@ -54,8 +54,8 @@ from jls._tools.origin.result import (
 from jls._tools.origin.trail import Argument, FoundBirth, OpResult, Range, Trail
 from jls._tools.reading.arguments import items_of
 from jls._tools.reading.keep import argument_of
-from jls._tools.reading.patience import logging_if_slow
 from jls._tools.reading.scales import Scale, is_switched_off, without_value
+from jls._tools.reading.slow import logging_if_slow
 from jls._tools.reading.widths import Widths
 from jls._tree import is_array
 from jls._types import SkipReason, skip_reason_of
@@ -330,7 +330,7 @@ def explain(
     case: Case, found: Run, is_from_scale: bool | None = None, note: str = ""
 ) -> Why:
     """Says where what is bad in a run was born."""
-    trail, _ = closer(case, found)
+    trail, _ = run_with_all_records(case, found)
     forward = forward_of(case)
     births: dict[Any, Birth] = {}
     for one in trail.births(found.values):

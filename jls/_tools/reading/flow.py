@@ -121,10 +121,10 @@ class Flow(Question[Value]):
         )
         return Value(degree=ANY if is_any else ZERO, known=number, is_splat=True)
 
-    def on_call(self, site: Site, operands: Sequence[Value]) -> None:
+    def enter_call(self, site: Site, operands: Sequence[Value]) -> None:
         self.updates.note(site, operands)
 
-    def of_call(self, site: Site, results: Sequence[Value]) -> Sequence[Value]:
+    def call_results(self, site: Site, results: Sequence[Value]) -> Sequence[Value]:
         return _with_roles(marks_of(site), results)
 
     def branch(self, index: Value) -> int | None:
@@ -138,7 +138,9 @@ class Flow(Question[Value]):
         if one is other:
             return one
         has_data = self._has_data(one.depends | other.depends)
-        return one.joined(other).but(degree=common_degree(site, [one, other], has_data))
+        return one.joined(other).replace(
+            degree=common_degree(site, [one, other], has_data)
+        )
 
     def carry(self, site: Site, before: Value, after: Value) -> Value:
         if before.scale is not None:
@@ -148,7 +150,7 @@ class Flow(Question[Value]):
 
     # Operations.
 
-    def of_equation(self, site: Site, operands: Sequence[Value]) -> Sequence[Value]:
+    def results_of(self, site: Site, operands: Sequence[Value]) -> Sequence[Value]:
         marks = self.updates.note(site, operands)
         if INNER in marks:
             operands = [self.updates.marked(x) for x in operands]
@@ -162,7 +164,7 @@ class Flow(Question[Value]):
             self.updates.widened(operands[0], results[0])
         if DECISION in marks and self._is_skipped:
             results = [
-                x.but(known=Number(False)) if op.aval.dtype == bool else x
+                x.replace(known=Number(False)) if op.aval.dtype == bool else x
                 for op, x in zip(ops, results, strict=True)
             ]
         if SCALE in marks:
@@ -176,13 +178,13 @@ class Flow(Question[Value]):
 
     def _with_multiple(self, op: Operation, value: Value) -> Value:
         multiple = self.derivatives.multiple(op) if is_inexact_atom(op.aval) else None
-        return value if multiple == value.multiple else value.but(multiple=multiple)
+        return value if multiple == value.multiple else value.replace(multiple=multiple)
 
     def _result(self, op: Operation, marks: frozenset[str]) -> Value:
         """The facts about a result, from the rules of each kind."""
         known = known_result(op, self._avals)
         if isinstance(known, Number):
-            return self.of_constant(known.value).but(known=known)
+            return self.of_constant(known.value).replace(known=known)
         if op.name == "select_n" and isinstance(op.operands[0].known, Number):
             return op.data[int(op.operands[0].known.value)]
         depends, follows, through = self._taint(op, marks)
@@ -204,7 +206,11 @@ class Flow(Question[Value]):
         if isinstance(known, Same) and is_same:
             value = next(x for x in op.data if x.known == known)
             narrowed = narrowed_by(op, value)
-            return value if narrowed is value.narrowed else value.but(narrowed=narrowed)
+            return (
+                value
+                if narrowed is value.narrowed
+                else value.replace(narrowed=narrowed)
+            )
         degree = degree_of(op, self._has_data(depends))
         is_narrow = is_narrower(op.aval.dtype, np.float32)
         value = Value(
@@ -229,13 +235,13 @@ class Flow(Question[Value]):
         if op.name == "add":
             self._note_added(op, INNER in marks)
         if INNER not in marks:  # parameters come out of it
-            value = value.but(never_scaled=never_scaled_by(op, value))
+            value = value.replace(never_scaled=never_scaled_by(op, value))
         by_scale = any(map(self._is_of_scales, op.operands))
         value = with_history(op, value, by_scale)
         if value.unscaled is not op.site or not any(map(is_scaled, op.operands)):
             return value
         self.updates.reaches_gradients |= value.depends
-        return value.but(follows=follows | self.bit_of_gradients)
+        return value.replace(follows=follows | self.bit_of_gradients)
 
     def _note_replaced(self, ops: Sequence[Operation]) -> None:
         """Notes old states where a wrapper selects between them and new ones."""
@@ -283,7 +289,7 @@ def _is_of_bits(op: Operation) -> bool:
 
 def _with_roles(marks: frozenset[str], values: Sequence[Value]) -> Sequence[Value]:
     roles = marks.intersection(ROLES)
-    return [x.but(roles=x.roles | roles) for x in values] if roles else values
+    return [x.replace(roles=x.roles | roles) for x in values] if roles else values
 
 
 def _sign(op: Operation, is_inner: bool) -> int | None:
@@ -313,4 +319,4 @@ def _adjusted(site: Site, operands: Sequence[Value], result: Value) -> Value:
     if old is None or result is old:
         return result
     symbol = ("adjusted", site.indices)
-    return result.but(degree=((symbol, Fraction(1)),), scale=old.scale)
+    return result.replace(degree=((symbol, Fraction(1)),), scale=old.scale)

@@ -33,7 +33,7 @@ from jls._text import listed, wrapped
 from jls._tools.reading.flow import THROUGH_BACKWARD
 from jls._tools.reading.reading import Reading
 from jls._tools.reading.scales import Scale
-from jls._tools.reading.updates import Checked
+from jls._tools.reading.updates import UpdateCall
 
 BY_MODEL = "by the model"
 _KEEP = "keep"
@@ -222,7 +222,7 @@ def look_at(reading: Reading, main: Frame, live: Sequence[Scale]) -> PrecisionRe
     return PrecisionReport(precision, "; ".join(each), write)
 
 
-def _not_scaled(calls: Sequence[Checked]) -> str:
+def _not_scaled(calls: Sequence[UpdateCall]) -> str:
     """Where a float16 product of the backward pass has no loss scale."""
     gradients = [x for call in calls for x in call.values(GRADIENTS)]
     site = next((x.never_scaled for x in gradients if x.never_scaled), None)

@@ -21,7 +21,7 @@ from jls._tools.reading.arguments import Arguments, Item
 from jls._tools.reading.flow import Flow
 from jls._tools.reading.scales import Scale
 from jls._tools.reading.trace import READS, Traced, trace
-from jls._tools.reading.updates import Checked
+from jls._tools.reading.updates import UpdateCall
 
 
 class Unread(NamedTuple):
@@ -116,10 +116,10 @@ class Reading:
         """The leaves of NNX arguments afterwards, by path."""
         return self._by_path[1]
 
-    def _calls(self) -> dict[int, list[Checked]]:
+    def _calls(self) -> dict[int, list[UpdateCall]]:
         """The calls of each wrapper, by the index of its loss scale."""
-        found: dict[int, list[Checked]] = {}
-        lost: list[Checked] = []
+        found: dict[int, list[UpdateCall]] = {}
+        lost: list[UpdateCall] = []
         for x in self._updates:
             (lost if x.scale is None else found.setdefault(x.scale, [])).append(x)
         wrappers = [k for k, scale in enumerate(self.scales) if scale.counters]
@@ -129,7 +129,7 @@ class Reading:
         return found
 
     @property
-    def _updates(self) -> list[Checked]:
+    def _updates(self) -> list[UpdateCall]:
         return [x for x in self.flow.updates.calls.values() if x.is_update]
 
     def bit(self, leaf: int) -> int:

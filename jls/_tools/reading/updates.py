@@ -14,7 +14,7 @@ from jls._scopes import CHECKED, GRADIENTS, LOSS, NEW, NORM, SCALE, UPDATE, mark
 ROLES = (LOSS, GRADIENTS, NORM, NEW, CHECKED)
 
 
-class Given(NamedTuple):
+class SeenValue(NamedTuple):
     """A value that is looked at."""
 
     around: tuple[int, ...]  # the place of its program
@@ -28,14 +28,14 @@ class Given(NamedTuple):
 
 
 @dataclasses.dataclass(eq=False)
-class Checked:
+class UpdateCall:
     """What one call of a wrapper's `update` looks at, or of `jls.all_finite`."""
 
     bit: int  # in `follows`: its gradients
     site: Site  # of its first operation
     is_update: bool
     scale: int | None = None  # the index of its loss scale
-    given: dict[str, dict[Any, Given]] = dataclasses.field(default_factory=dict)
+    given: dict[str, dict[Any, SeenValue]] = dataclasses.field(default_factory=dict)
     is_over: bool = False
 
     def values(self, role: str) -> list[Value]:
@@ -51,10 +51,10 @@ class Updates:
     """
 
     def __init__(self, first_bit: int) -> None:
-        self.calls: dict[tuple[int, ...], Checked] = {}  # by the place of its site
+        self.calls: dict[tuple[int, ...], UpdateCall] = {}  # by the place of its site
         self.reaches_gradients = 0  # a set of bits: inputs that gradients depend on
         self._first_bit = first_bit
-        self._open: Checked | None = None
+        self._open: UpdateCall | None = None
         self._gradients: dict[int, tuple[Value, int]] = {}  # by identity, with bits
 
     def note(self, site: Site, operands: Sequence[Value]) -> frozenset[str]:
@@ -74,25 +74,25 @@ class Updates:
             call.scale = scales[0] if scales else call.scale
         return marks
 
-    def _call(self, site: Site, is_update: bool, role: str | None) -> Checked:
+    def _call(self, site: Site, is_update: bool, role: str | None) -> UpdateCall:
         call = self._open
         is_next = call is not None and call.is_over and role in (GRADIENTS, LOSS)
         if call is None or is_next or call.is_update != is_update:
             old = self.calls.get(site.indices)
             bit = old.bit if old else self._first_bit << len(self.calls)
-            call = self._open = Checked(bit, site, is_update)
+            call = self._open = UpdateCall(bit, site, is_update)
             self.calls[site.indices] = call
         return call
 
     def _look(
-        self, call: Checked, role: str, site: Site, operands: Sequence[Value]
+        self, call: UpdateCall, role: str, site: Site, operands: Sequence[Value]
     ) -> None:
         given = call.given.setdefault(role, {})
         for atom, value in zip(site.equation.invars, operands, strict=True):
             if is_literal(atom) or not is_inexact_atom(atom) or role in value.roles:
                 continue
             around = site.indices[:-1]
-            one = given[around, atom] = Given(around, atom, value)
+            one = given[around, atom] = SeenValue(around, atom, value)
             if call.is_update and one.is_data and role in (GRADIENTS, LOSS):
                 self.reaches_gradients |= value.depends
                 if role == GRADIENTS:
@@ -109,5 +109,5 @@ class Updates:
         return (
             value
             if value.follows & bit == bit
-            else value.but(follows=value.follows | bit)
+            else value.replace(follows=value.follows | bit)
         )

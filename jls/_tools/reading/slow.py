@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A word to those who wait: people begin to think that a program hangs."""
+"""Logs a line if what the user waits for takes over five seconds."""
 
 import contextlib
 import logging
