@@ -19,7 +19,7 @@ collect_ignore = ["typing"]
 collect_ignore_glob = ["processes/*_program.py"]
 
 # Of their cases CI takes a part.
-IN_PARTS = [HERE / folder for folder in ("corpus", "origin", "devices")]
+IN_PARTS = [HERE / folder for folder in ("compare", "corpus", "origin", "devices")]
 
 # What compares two results bit for bit calls one of these.
 COMPARES_BITS = {"assert_identical", "bits", "tobytes"}
