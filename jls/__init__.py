@@ -85,7 +85,7 @@ from jls._ema import eval_params as eval_params
 
 from jls import types as types
 
-__version__ = "0.5.0"
+__version__ = "0.6.0"
 
 if not _typing.TYPE_CHECKING:  # to a type checker every name would be one
     __getattr__, __dir__, __all__ = _later.attach(
