@@ -550,7 +550,7 @@ def _in_half(held: Held, dtype: Any, is_selected: bool = False) -> Any:
     half = held.half(dtype, is_selected)
     if half is not None or not is_float32(jax.typeof(held.wide)):
         return held.wide if half is None else half
-    if not isinstance(held.wide, Array):
+    if not isinstance(held.wide, Array) and not np.shape(held.wide):
         number, largest = float(held.wide), float(jnp.finfo(dtype).max)
         least = _MASK if is_selected else _LOWEST
         if np.isfinite(number) and abs(number) > max(least, largest):

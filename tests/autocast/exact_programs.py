@@ -1142,3 +1142,43 @@ def subnormal_operands():
     sizes = np.array([3, 4, 5, 11, 12, 13, 1023, 2045, 2047])
     x = jnp.asarray(np.stack([sizes, -sizes]) * 2.0**-27, jnp.float32)
     return Exact(lambda p: p["x"] @ (1024 * jnp.eye(9)), {"x": x}, (1, 3, 1))
+
+
+def fixed(bits):
+    """An array of NumPy, which stands in the program as it is."""
+    state = np.random.RandomState(3)
+    return np.asarray(integers(state, *bits, N, N, over=4096))
+
+
+@program
+def a_fixed_matrix_in_a_loop():
+    """It is rounded for the product, and for nothing else."""
+    p, filters = small(x=(2, ROWS, N)), fixed((2048, 8191))
+
+    def step(p, i, c):
+        return c + p["x"][i] @ filters + filters[:ROWS]
+
+    start = np.zeros((ROWS, N), np.float32)
+    return Exact(lambda p: lax.fori_loop(0, 2, lambda *x: step(p, *x), start), p)
+
+
+@program
+def a_fixed_matrix_that_each_iteration_makes():
+    p, filters = small(x=(2, ROWS, N), w=(N, N)), fixed((1, 7))
+
+    def fun(p):
+        step = lambda c, x: (c + x @ jnp.array(filters), x @ p["w"])  # noqa: E731
+        return jnp.stack([*lax.scan(step, jnp.zeros((ROWS, N)), p["x"])[1]])
+
+    return Exact(fun, p)
+
+
+@program
+def a_fixed_matrix_in_a_branch():
+    p, filters = small(x=(ROWS, N), w=(N, N)), fixed((2048, 8191))
+
+    def fun(p):
+        branches = lambda x: x @ filters, lambda x: x @ p["w"]
+        return lax.cond(p["x"][0, 0] < 99, *branches, p["x"])
+
+    return Exact(fun, p)
