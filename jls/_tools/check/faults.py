@@ -36,7 +36,7 @@ from jls._tools.check.runs import OutOfRunsError, Run, Runner, is_new
 from jls._tools.check.still import changed_updates, note_still
 from jls._tools.check.subject import Subject
 from jls._tools.check.tolerance import note_tolerances
-from jls._tools.check.two_scales import error_between_scales
+from jls._tools.check.two_scales import errors_between_scales
 from jls._tools.reading.scales import Scale, is_switched_off
 from jls._tree import is_inexact
 from jls._types import SIGNALS, SpikeState
@@ -259,20 +259,23 @@ def judge_mix(runner: Runner, findings: Findings) -> None:
         return
     evidence, place, given, is_sum = findings.mix
     try:
-        error = error_between_scales(runner.subject, runner.start, given)
+        errors = errors_between_scales(runner.subject, runner.start, given)
     except Exception as problem:  # such as a callback that sees another scale
         reason = f"{evidence}; at another scale it raises {type(problem).__name__}"
         findings.not_tried(code, reason)
         return
-    if error is None:
+    if errors is None:
         findings.not_tried(code, evidence)
-    elif error <= _ERROR_OF_A_SOLVE:
+        return
+    error = max(errors.low, errors.high)
+    leak = max(errors.low * errors.are_in_proportion, errors.high)
+    if error <= _ERROR_OF_A_SOLVE:
         findings.right(code, f", to {error:.0e}, in spite of {place}")
-    elif error <= _MAY_BE_A_SOLVE or not is_sum:
+    elif is_sum and leak > _MAY_BE_A_SOLVE:
+        findings.broken(code, evidence, place)
+    else:
         reason = f"{evidence}; at other scales they are {error:.0e} off in float32"
         findings.not_tried(code, reason)
-    else:
-        findings.broken(code, evidence, place)
 
 
 def _note_finite_losses(point: Base, faults: Faults) -> None:

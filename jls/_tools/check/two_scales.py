@@ -4,7 +4,8 @@
 Reading finds a sum of what the scale is a factor of and of what it is not. A leak is
 one. But a solve whose right side and result scale alike is none, although it adds a
 small number to the diagonal: what comes out does not depend on the scale, but for the
-error of the solve. The program does not say that, so the numbers decide.
+error of the solve. The program does not say that, so the numbers decide: a term that
+is not scaled comes out over the scale.
 """
 
 from collections.abc import Sequence
@@ -22,8 +23,19 @@ from jls._tools.check.subject import Subject
 from jls._tools.reading.updates import SeenValue
 
 # At a scale of 1 nothing leaks. An L2 penalty of 1e-6 that is not scaled shows at the
-# lowest of these.
-_SCALES = (1.0, 2.0**-10, 2.0**20)
+# lowest of these, a clip of scaled gradients at the highest.
+_SCALES = (2.0**-10, 2.0**-8, 1.0, 2.0**10, 2.0**20)
+_IN_PROPORTION = 0.1
+
+
+class ScaleErrors(NamedTuple):
+    """How far values are off at one scale from those at another, relative to them."""
+
+    low: float  # at the lowest, from those at 1
+    high: float  # at the highest, from those at 2**10
+    # Whether they follow 1 / scale, as a term that is not scaled does. With a ridge or
+    # an epsilon that is lost beside scaled numbers they do not.
+    are_in_proportion: bool
 
 
 class _Seen(NamedTuple):
@@ -34,10 +46,10 @@ class _Seen(NamedTuple):
     position: int
 
 
-def error_between_scales(
+def errors_between_scales(
     subject: Subject, leaves: Sequence[Any], values: Sequence[SeenValue]
-) -> float | None:
-    """How far values are off at other scales than 1, relative to their norms.
+) -> ScaleErrors | None:
+    """How far values are off at other scales, in float32.
 
     Args:
       subject: the step.
@@ -45,7 +57,7 @@ def error_between_scales(
       values: what a wrapper is given.
 
     Returns:
-      The largest error of any of them; None if it cannot be computed.
+      The largest errors of any of them; None if they cannot be computed.
     """
     reading = subject.reading
     if reading is None:
@@ -76,9 +88,10 @@ def error_between_scales(
              for i in traced.inputs])
         for x in _SCALES
     ]  # fmt: skip
-    one, *others = jax.device_get(at_each)
-    errors = [_error(x, y) for other in others for x, y in zip(one, other, strict=True)]
-    return max(errors) if np.all(np.isfinite(errors)) else None
+    every = [_errors(x) for x in zip(*jax.device_get(at_each), strict=True)]
+    low, high, are_in_proportion = zip(*every, strict=True)
+    errors = ScaleErrors(max(low), max(high), any(are_in_proportion))
+    return errors if np.isfinite(errors.low + errors.high) else None
 
 
 def _seen(frame: Frame, atom: Any) -> _Seen | None:
@@ -100,8 +113,19 @@ def _seen(frame: Frame, atom: Any) -> _Seen | None:
     return None
 
 
+def _errors(at_each: Sequence[np.ndarray]) -> ScaleErrors:
+    lowest, low, one, high, highest = (x.astype(np.complex128) for x in at_each)
+    lowest_scale, low_scale, *_ = _SCALES
+    slopes = (
+        (lowest - low) / (1 / lowest_scale - 1 / low_scale),
+        (low - one) / (1 / low_scale - 1),
+    )
+    return ScaleErrors(
+        _error(one, lowest), _error(high, highest), _error(*slopes) <= _IN_PROPORTION
+    )
+
+
 def _error(one: np.ndarray, other: np.ndarray) -> float:
-    one, other = (x.astype(np.complex128) for x in (one, other))
     norm = float(np.linalg.norm(one))
     error = float(np.linalg.norm(one - other))
     return error / norm if norm else (np.inf if error else 0.0)
