@@ -43,5 +43,7 @@ def attribute_error(module: str, name: str) -> AttributeError:
     write = [x for word, x in _HERE.items() if word in name.lower()]
     if module == "jls" and write:
         return AttributeError(f"{message}: {write[0]}.")
+    if module == "jls" and name in dir(sys.modules["jls.types"]):
+        return AttributeError(f"{message}. Write jls.types.{name}.")
     meant = _MEANT.get(name.lower()) or nearest(name, dir(sys.modules[module]))
     return AttributeError(f"{message}. {meant}" if meant else message)

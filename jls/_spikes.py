@@ -114,7 +114,12 @@ def spikes(
     )
 
 
-def spikes_init(window: int, budget: ArrayLike) -> SpikeState:
+def spikes_init(*params: Any, window: int, budget: ArrayLike) -> SpikeState:
+    if params:
+        raise TypeError(
+            "a spike policy is no optax transformation, and was given parameters in a "
+            "chain. Write jls.loss_scaled(inner, spikes=policy), or jls.skip_nonfinite."
+        )
     return SpikeState(
         seen=jnp.zeros((len(SIGNALS), window), jnp.float32),
         kept=jnp.zeros(len(SIGNALS), jnp.int32),

@@ -151,6 +151,8 @@ def _not_one_wrapper(count: int, state: Any) -> ValueError:
         )
     if isinstance(state, Mapping) and "scaler_state" in state:
         write = "A saved one is jls.upgrade_state(optimizer.init(params), saved)."
+    if not count and callable(getattr(state, "init", None)):
+        write = "Pass the state that the optimizer makes: optimizer.init(params)."
     if not count and is_optimizer(state):
         write = (
             "Wrap what it is made with: nnx.Optimizer(model, jls.skip_nonfinite(tx)"

@@ -293,6 +293,39 @@ def test_another_argument_is_named():
     assert str(found).startswith("jls.compare: an argument differs, by")
 
 
+@pytest.mark.parametrize("jitted", [lambda fun: fun, jax.jit], ids=["eager", "jit"])
+def test_what_the_functions_close_over_is_named_if_it_differs(jitted):
+    def closing_over(w):
+        return jitted(lambda x: layer(w, x))
+
+    first, second = map(closing_over, (SQUARE, 1.5 * SQUARE))
+    found = jls.compare(first, second, ROWS)
+    assert found.birth.a.operation == "argument"
+    assert "what the functions close over differs" in str(found)
+    assert "float32[6, 6]. Pass it as an argument" in " ".join(str(found).split())
+    assert jls.compare(first, jitted(lambda x: layer(SQUARE, x)), ROWS).equal
+
+
+def test_arrays_that_are_closed_over_in_another_order_do_not_differ():
+    other = SQUARE.T + 1
+
+    def one(x):
+        return jnp.tanh(x @ SQUARE) + jnp.sin(x @ other)
+
+    def again(x):
+        return (jnp.sin(x @ other) + jnp.tanh(x @ SQUARE)) * jnp.float32(1.1)
+
+    found = jls.compare(one, again, ROWS)
+    assert not found.equal
+    assert found.birth is None
+    assert [place.operation for place in found.only_b] == ["mul"]
+
+
+def test_it_is_true_if_they_are_equal():
+    assert jls.compare(layer, layer, SQUARE, ROWS)
+    assert not jls.compare(layer, half_as_large, SQUARE, ROWS)
+
+
 def test_the_command_line_says_what_the_call_says(tmp_path, capsys):
     from jls.__main__ import main
 
@@ -344,7 +377,7 @@ def test_the_picture_marks_the_birth():
             "b must be a function or a jls.types.Fingerprint, got",
         ),
         ("x.npz", layer, (), TypeError, r"Write jls.types.Fingerprint.load\('x.npz'\)"),
-        (layer, layer, (SQUARE,), TypeError, "missing a required argument: 'x'"),
+        (layer, layer, (SQUARE,), TypeError, r"'x'. Write jls.compare\(a, b, w, x\)"),
         (
             layer,
             lambda w, x: {"y": x},

@@ -98,6 +98,26 @@ LABELLED = {"x": X, "y": jnp.arange(2)}
 AROUND = optax.apply_if_finite(OPTIMIZER, 5)
 
 ERRORS = {
+    "spikes in a chain": (
+        lambda: optax.chain(jls.spikes(), optax.sgd(0.1)).init(PARAMS),
+        TypeError,
+        r"no optax transformation, .*Write jls.loss_scaled\(inner, spikes=policy\)",
+    ),
+    "an optimizer for its state": (
+        lambda: jls.health(OPTIMIZER),
+        ValueError,
+        r"Pass the state that the optimizer makes: optimizer.init\(params\)\.$",
+    ),
+    "a class in jls.types": (
+        lambda: jls.Fingerprint,
+        AttributeError,
+        r"no attribute 'Fingerprint'\. Write jls.types.Fingerprint\.$",
+    ),
+    "a class to keep": (
+        lambda: jls.autocast(loss_fn, jnp.float16, keep=dict),
+        TypeError,
+        r"got the class dict\. Write keep=lambda place: 'dict' in place.function\.$",
+    ),
     "swapped": (
         lambda: GRAD(PARAMS, STATE, X),
         ValueError,

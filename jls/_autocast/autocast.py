@@ -171,6 +171,13 @@ def _keep_meant(keep: Any) -> str:
 
 def check_keep(keep: Any) -> None:
     """Raises unless `keep` can say what stays as written."""
+    if isinstance(keep, type):
+        name = keep.__name__
+        raise TypeError(
+            "keep must be a regular expression, a function of a jls.types.Place, or "
+            f"None, got the class {name}. Write keep=lambda place: {name!r} in "
+            "place.function."
+        )
     if keep is None or callable(keep):
         return
     if not isinstance(keep, str):

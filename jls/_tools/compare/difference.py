@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from jls._program.places import Place
 from jls._text import and_more, wrapped
+from jls._tools.compare.fingerprint import CLOSED_OVER
 from jls._tools.origin.result import place_in_words
 
 
@@ -34,7 +35,8 @@ class Difference(NamedTuple):
     """Result of `jls.compare`: where two programs part.
 
     `print` it: the operation, with the line of each program, then what only one of them
-    has, then which results differ. `plot` draws the error of each operation.
+    has, then which results differ. `plot` draws the error of each operation. It is true
+    if the results are equal, for `assert jls.compare(...)`.
 
     Example:
       >>> print(jls.compare(jnp.tanh, jax.jit(jnp.tanh), jnp.ones(3)))
@@ -49,6 +51,9 @@ class Difference(NamedTuple):
     notes: tuple[str, ...] = ()
     # Of each operation of a that has a like in b, in the order of the program.
     errors: tuple[tuple[Place, float], ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.equal
 
     def __str__(self) -> str:
         lines = wrapped(f"jls.compare: {self._headline()}")
@@ -91,7 +96,14 @@ class Difference(NamedTuple):
             return "the results differ, and no operation that both have parts them."
         size = percent(self.birth.error)
         if self.birth.a.operation == "argument":
-            return f"an argument differs, by {size}: {self.birth.a.module}."
+            name = self.birth.a.module
+            if name.startswith(CLOSED_OVER):
+                name = name.removeprefix(CLOSED_OVER)
+                return (
+                    f"what the functions close over differs, by {size}: {name}. Pass "
+                    "it as an argument to compare the rest."
+                )
+            return f"an argument differs, by {size}: {name}."
         place = f"they part at {self.birth.a.operation} ({self.birth.dtype})"
         sides = [x for x, y in (("a", self.only_a), ("b", self.only_b)) if y]
         if sides:

@@ -12,7 +12,7 @@ import linecache
 import math
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,6 +62,9 @@ FORMAT = 1  # of the file
 WRITTEN, NUDGED, IN_FLOAT32, NUDGED_IN_FLOAT32 = "", "nudged", "wide", "wide nudged"
 
 
+CLOSED_OVER = "closed over: "  # begins the name of what is no argument
+
+
 class Feed(NamedTuple):
     """An operation or an argument that a value is computed from."""
 
@@ -92,7 +95,7 @@ class Loop(NamedTuple):
 
 
 class Value(NamedTuple):
-    """An argument or a result."""
+    """An argument, what the function closes over, or a result."""
 
     name: str
     shape: tuple[int, ...]
@@ -331,8 +334,10 @@ class Recorder:
             for item, atom in zip(named, main.jaxpr.outvars, strict=True)
         ]
         self._main = main
-        inputs = filter(has_numbers, main.jaxpr.invars)
-        self._inputs = {atom: i for i, atom in enumerate(inputs)}
+        inputs = list(filter(has_numbers, main.jaxpr.invars))
+        constants = {x: y for frame in main.all() for x, y in frame.consts.items()}
+        self._constants = {x: y for x, y in constants.items() if has_numbers(x)}
+        self._inputs = {x: i for i, x in enumerate([*inputs, *self._constants])}
         self._compiled: dict[Any, Any] = {}  # of loops
 
     def fingerprint(self, runs: Sequence[str] | None = None) -> Fingerprint:
@@ -353,10 +358,11 @@ class Recorder:
             if has_numbers(atom)
         ]
         pairs = zip(self._names, self._leaves, strict=True)
+        arguments = [_value(name, x) for name, x in pairs if has_numbers(x)]
         return Fingerprint(
             operations=tuple(self._operations()),
             loops=tuple(loops),
-            arguments=tuple(_value(name, x) for name, x in pairs if has_numbers(x)),
+            arguments=(*arguments, *_closed_over(self._constants)),
             results=tuple(results),
             rounded=self._rounded,
             runs={name: run for name, (run, _) in found.items()},
@@ -384,7 +390,11 @@ class Recorder:
             for x, (_, atom) in zip(results, self._results, strict=True)
             if has_numbers(atom)
         ]
+        constants = self._constants | dict(
+            zip(self._program.jaxpr.constvars, consts, strict=False)
+        )
         given = [sketch_all([x]) for x in leaves if has_numbers(x)]
+        given += [sketch_all([jnp.asarray(constants[x])]) for x in self._constants]
         made = [sketch_all([x]) for x in kept]
         records, given, made = jax.device_get((records, given, made))
         operations = []
@@ -440,7 +450,7 @@ class Recorder:
                 continue
             seen.add((frame, atom, late))
             link = frame.link(atom)
-            if link.way == "argument" and atom in self._inputs:
+            if link.way in ("argument", "constant") and atom in self._inputs:
                 number = -1 - self._inputs[atom]
                 found[Feed(number, tuple(sorted(late)))] = None
             maker = frame.makers.get(atom)
@@ -551,6 +561,15 @@ def _unit(value: Any) -> float:
 def _value(name: str, value: Any, feeds: tuple[Feed, ...] = ()) -> Value:
     shape = getattr(value, "aval", value).shape
     return Value(name, tuple(shape), _unit(value), feeds)
+
+
+def _closed_over(constants: Iterable[Any]) -> Iterator[Value]:
+    """The arrays that a function closes over: of one name if there are as many."""
+    types = [f"{x.aval.dtype}{list(x.aval.shape)}" for x in constants]
+    for i, (x, name) in enumerate(zip(constants, types, strict=True)):
+        place, count = types[:i].count(name) + 1, types.count(name)
+        which = f" ({place} of {count})" if count > 1 else ""
+        yield _value(f"{CLOSED_OVER}{name}{which}", x)
 
 
 def _name(item: Any, is_object: bool) -> str:

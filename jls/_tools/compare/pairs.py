@@ -16,7 +16,12 @@ from typing import NamedTuple
 import numpy as np
 
 from jls._program.places import Place
-from jls._tools.compare.fingerprint import IN_FLOAT32, Feed, Fingerprint
+from jls._tools.compare.fingerprint import (
+    CLOSED_OVER,
+    IN_FLOAT32,
+    Feed,
+    Fingerprint,
+)
 from jls._tools.compare.sketch import apart
 
 # Of a unit of the coarsest dtype, of what the last bits of the arguments change, and of
@@ -153,6 +158,22 @@ class _Search:
             for i, (x, _) in enumerate(run)
             if i in self.arguments
         }
+        for i, error in self.given.items():
+            if error > FACTOR * UNIT and self._is_closed_over_by_both(i):
+                self.given[i] = 0.0
+
+    def _is_closed_over_by_both(self, i: int) -> bool:
+        """Whether the second program closes over the same array in another order."""
+        name, shape, *_ = self.a.made.arguments[i]
+        own, pairs = (
+            self.a.run.arguments[i],
+            zip(self.b.made.arguments, self.b.run.arguments, strict=True),
+        )
+        return name.startswith(CLOSED_OVER) and any(
+            float(apart(own, x).error.max()) <= FACTOR * UNIT
+            for value, x in pairs
+            if value.name.startswith(CLOSED_OVER) and value.shape == shape
+        )
 
     def _error(self, i: int, j: int) -> np.ndarray:
         return self._apart(self.a.run.operations[i], self.b.run.operations[j])

@@ -101,10 +101,11 @@ def _check_takes(
     except TypeError as error:
         name = getattr(fun, "__name__", "fun")
         every = signature.parameters.values()
-        names = ", ".join(x.name for x in every if x.default is x.empty)
+        first = "a, b" if tool == "jls.compare" else name
+        names = ", ".join([first, *(x.name for x in every if x.default is x.empty)])
         raise TypeError(
             f"{tool} calls {name} with the arguments after it: {error}. Write "
-            f"{tool}({name}, {names})."
+            f"{tool}({names})."
         ) from None
 
 

@@ -51,7 +51,7 @@ class Health(NamedTuple):
     """Result of `jls.health`: a verdict, a sentence, and the numbers behind them.
 
     `print` it to read it, in lines of at most 80 columns. The sentence is one line, for
-    logs.
+    logs. It is true if the verdict is "ok".
 
     Example:
       >>> state = jls.loss_scaled(optax.sgd(0.1)).init(jnp.ones(3))
@@ -75,6 +75,9 @@ class Health(NamedTuple):
         in what was checked: see `numbers["poisoned_leaves"]`.
         """
         return self.verdict not in ("poisoned", "bad scale", "stalled")
+
+    def __bool__(self) -> bool:
+        return self.verdict == "ok"
 
     def __str__(self) -> str:
         """Verdict and sentence, in lines of at most 80 columns."""
