@@ -145,7 +145,8 @@ def naming_arguments(**meant: str) -> Callable[[FunctionT], FunctionT]:
 
 
 def _without_first(function: Any, leading: str, kwargs: Mapping[str, Any]) -> str:
-    name, given = f"jls.{function.__name__}", [f"{name}=..." for name in kwargs]
+    folder = "jls.presets" if function.__module__ == "jls.presets" else "jls"
+    name, given = f"{folder}.{function.__name__}", [f"{name}=..." for name in kwargs]
     message = f"{leading} must be given: {name}({', '.join([leading, *given])})."
     if leading not in ("fun", "loss_fn"):
         return message

@@ -38,6 +38,7 @@ from jls._scalers.dynamic import dynamic_adjust
 from jls._scalers.hysteresis import hysteresis_adjust
 from jls._scalers.rule import RAISING, make, start_at, switch
 from jls._scalers.static import static
+from jls._text import naming_arguments
 from jls._tree import as_flag
 from jls._types import JlsWarning, LossScaler, ScalerState, SpikePolicy, SpikeState
 
@@ -85,6 +86,7 @@ def _from_one(name: str, scale: Any) -> Any:
     return _validate.number(name, scale, "from 1 to 2^126", 1.0, _validate.LARGEST)
 
 
+@naming_arguments()
 def torch(
     init_scale: float = 65536.0,
     growth_factor: float = 2.0,
@@ -123,6 +125,7 @@ def torch(
     return _dynamic(given)
 
 
+@naming_arguments()
 def paddle(
     enable: bool = True,
     init_loss_scaling: float = 65536.0,
@@ -162,6 +165,7 @@ def paddle(
     return _paddle(consecutive=True, given=locals())
 
 
+@naming_arguments()
 def paddle_doc(
     enable: bool = True,
     init_loss_scaling: float = 32768.0,
@@ -205,6 +209,7 @@ def paddle_doc(
     return _paddle(consecutive=False, given=locals())
 
 
+@naming_arguments()
 def mindspore(scale_value: float, scale_factor: float, scale_window: int) -> LossScaler:
     """Returns the scaler of `mindspore.amp.DynamicLossScaler`.
 
@@ -239,6 +244,7 @@ def mindspore(scale_value: float, scale_factor: float, scale_window: int) -> Los
     return _dynamic(given, growth_interval="scale_window")
 
 
+@naming_arguments()
 def mindformers_adaptive(
     loss_scale_value: float,
     scale_factor: float,
@@ -302,6 +308,7 @@ def mindformers_adaptive(
     )
 
 
+@naming_arguments()
 def keras(
     initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000
 ) -> LossScaler:
@@ -331,6 +338,7 @@ def keras(
     return _dynamic(given, **names)
 
 
+@naming_arguments()
 def flax(
     *,
     growth_factor: float = 2.0,
@@ -374,6 +382,7 @@ def flax(
     return _dynamic(given, init_scale="scale", min_scale="minimum_scale")
 
 
+@naming_arguments()
 def deepspeed(
     init_scale: float = 2.0**16,
     scale_factor: float = 2.0,
@@ -427,6 +436,7 @@ def deepspeed(
     return make(_deepspeed_init, adjust, given, **names)
 
 
+@naming_arguments()
 def megatron(
     initial_scale: float = 2.0**32,
     min_scale: float = 1.0,
@@ -519,6 +529,7 @@ def _ladder(longest: int, shortest: int) -> tuple[int, ...]:
 # not copied: it never enters a window.
 
 
+@naming_arguments()
 def levanter_spikes(window: int = 128, sigmas: float = 6.0) -> SpikePolicy[SpikeState]:
     """Returns the spike policy of Levanter's `SkipStepConfig`.
 
@@ -546,6 +557,7 @@ def levanter_spikes(window: int = 128, sigmas: float = 6.0) -> SpikePolicy[Spike
     return _windowed(_levanter_spikes_judge, window, sigmas)
 
 
+@naming_arguments()
 def maxtext_spikes(window: int = 128, sigmas: float = 6.0) -> SpikePolicy[SpikeState]:
     """Returns the spike policy of MaxText's `skip_step_on_spikes`.
 
@@ -583,6 +595,7 @@ def maxtext_spikes(window: int = 128, sigmas: float = 6.0) -> SpikePolicy[SpikeS
 olmo_spikes = maxtext_spikes
 
 
+@naming_arguments()
 def spike_limit(
     max_norm: float | None, max_loss: float | None = None
 ) -> SpikePolicy[SpikeState]:

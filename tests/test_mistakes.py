@@ -113,6 +113,16 @@ ERRORS = {
         AttributeError,
         r"no attribute 'Fingerprint'\. Write jls.types.Fingerprint\.$",
     ),
+    "an argument of a preset": (
+        lambda: jls.presets.megatron(initial_loss_scale=2.0),
+        TypeError,
+        r"^megatron takes no argument initial_loss_scale=\. Did you mean initial_scale=\?",
+    ),
+    "a preset without its numbers": (
+        lambda: jls.presets.mindspore(scale_factor=2),
+        TypeError,
+        r"^scale_value must be given: jls.presets.mindspore\(scale_value, ",
+    ),
     "a class to keep": (
         lambda: jls.autocast(loss_fn, jnp.float16, keep=dict),
         TypeError,
