@@ -385,6 +385,8 @@ def _advice(reasons: Counter[str]) -> str:
                 f"They are {half} as they are written: write jnp.{half} here, or make "
                 "them float32, without a layer's dtype= or another autocast inside."
             )
+    if _REASONS["precision="] in reasons:
+        return "A product that asks for a precision keeps it: leave precision= out."
     if "of float64" in reasons:
         return "It casts those of float32 arrays: pass it float32 arrays."
     return (

@@ -76,3 +76,12 @@ def test_keep_of_all_is_still_warned_of():
 def test_no_product_at_all_is_as_before():
     (message,) = said(jls.autocast(lambda x: x + 1, BF16), X)
     assert "put it around the function that computes them" in message
+
+
+def test_a_precision_that_is_asked_for_is_named():
+    def asking(w, x):
+        return jnp.matmul(x, w, precision="highest")
+
+    (text,) = said(jls.autocast(asking, F16), W, X)
+    assert text.endswith("1 with precision=. A product that asks for a precision "
+                         "keeps it: leave precision= out.")  # fmt: skip
