@@ -114,7 +114,8 @@ def nearest(name: str, names: Iterable[str]) -> str:
 def naming_arguments(**meant: str) -> Callable[[FunctionT], FunctionT]:
     """A decorator: an unknown keyword argument is an error with the name here.
 
-    So is a call without the first argument, as in `@jls.autocast(dtype=half)`.
+    So is a call without the first argument, as in `@jls.autocast(dtype=half)`, and one
+    by position of what has to be named.
 
     Args:
       **meant: the argument that one of another name is, where no name is near.
@@ -123,6 +124,7 @@ def naming_arguments(**meant: str) -> Callable[[FunctionT], FunctionT]:
     def decorate(function: Any) -> Any:
         names = inspect.signature(function).parameters
         leading = next(iter(names.values()))
+        are_named = leading.kind is leading.KEYWORD_ONLY
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -133,6 +135,11 @@ def naming_arguments(**meant: str) -> Callable[[FunctionT], FunctionT]:
                 raise TypeError(
                     f"{function.__name__} takes no argument {name}=. {question}It "
                     f"takes {', '.join(names)}."
+                )
+            if args and are_named:
+                raise TypeError(
+                    f"{function.__name__} takes its arguments by name: "
+                    f"{', '.join(f'{name}=' for name in names)}."
                 )
             is_first_given = args or leading.name in kwargs
             if not is_first_given and leading.default is leading.empty:

@@ -113,6 +113,11 @@ ERRORS = {
         AttributeError,
         r"no attribute 'Fingerprint'\. Write jls.types.Fingerprint\.$",
     ),
+    "a number without its name": (
+        lambda: jls.spikes(4),
+        TypeError,
+        r"^spikes takes its arguments by name: window=, sigmas=, budget=, warmup=, ",
+    ),
     "an argument of a preset": (
         lambda: jls.presets.megatron(initial_loss_scale=2.0),
         TypeError,
