@@ -412,7 +412,7 @@ def _strays(inner_state: Any) -> bool:
     def is_one(node):
         return isinstance(node, Bfloat16ParamsState)
 
-    for _, node in find(inner_state, is_one):
+    for node in filter(is_one, jax.tree.leaves(inner_state, is_leaf=is_one)):
         shards = jnp.asarray(read_variables(node.strayed)).addressable_shards
         parts = [x.data for x in shards if x.data.size]
         least = min((int(jnp.min(x)) for x in parts), default=0)
