@@ -5,7 +5,9 @@ That they print what they say is tested with the other pages, in test_docs.py.
 
 import re
 from pathlib import Path
+from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -150,7 +152,8 @@ def test_bad_batch_recipe_keeps_that_batch_and_finds_the_line(bad, capsys):
     state = names["opt_state"]
     assert state.steps - state.skips == 19  # each of the others was used
     assert state.skips == names["queue"].requeued + 1
-    assert "program.py:13 in loss_fn, backward\n      distance = jnp.sqrt(" in printed
+    why = str(jls.why(names["step"], names["params"], state, kept.batch))
+    assert "program.py:13 in loss_fn, backward\n      distance = jnp.sqrt(" in why
 
 
 def test_devices_recipe_skips_what_overflows_on_one_device(capsys):
@@ -192,13 +195,30 @@ def test_loss_that_takes_the_parameters_trains_as_the_program_before_it():
     assert after.opt_state.skips == 1
 
 
+@flax.struct.dataclass
+class State:
+    """A state of one's own, as the page describes it."""
+
+    optimizer: Any = flax.struct.field(pytree_node=False)
+    opt_state: Any
+    weights: Any
+    global_step: jax.Array
+
+
 def test_steps_of_other_states_and_by_hand_skip_too():
     names = run("flax_linen")
-    own, bad = names["own"], (names["x"] * jnp.nan, names["y"])
-    after, report = names["step"](own, bad)
-    assert report.skipped
+    good, bad = [(x, names["y"]) for x in (names["x"], names["x"] * jnp.nan)]
+    params, plain_loss = names["params"], names["plain_loss"]
+    optimizer = jls.loss_scaled(optax.sgd(0.1))
+    own = State(optimizer, optimizer.init(params), params, jnp.int32(0))
+    step = jls.train_step(
+        lambda state, batch: plain_loss(state.weights, *batch), has_aux=True
+    )
+    for batch in (good, bad):
+        after, report = jax.jit(step)(own, batch)
+        assert report.skipped == (batch is bad)
+        assert after.global_step == own.global_step + 1
     assert_identical(after.weights, own.weights)
-    assert after.global_step == own.global_step + 1
     state = names["state"]
     after, loss = names["train_step"](state, *bad)
     assert np.isnan(loss)

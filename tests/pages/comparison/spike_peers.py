@@ -51,10 +51,6 @@ class Guard:
         assert not first
         return "applied" if second else "skipped"
 
-    def one_bfloat16_rounding_up_after_a_constant_loss(self):
-        values = np.append(np.ones(150), 1.0 + 2.0**-7)
-        return "applied" if self.applied(values, [151]) == [True] else "skipped"
-
     def steps_skipped_when_the_loss_doubles_for_good(self):
         values = noise(400)
         values[200:] *= 2
@@ -66,9 +62,6 @@ class Guard:
         gradients[-1] = NAN
         _, params = self.run(losses, gradients)
         return "skipped" if math.isfinite(params) else "applied"
-
-    def a_nan_gradient_on_step_10(self):
-        return self.nan_gradient(10)
 
     def a_nan_gradient_on_step_100(self):
         return self.nan_gradient(100)

@@ -30,13 +30,6 @@ class Torch:
         ends = [self.run([1.0, *[bad] * 200, 1.0])[2].item() for bad in (INF, NAN)]
         return "yes" if all(map(math.isfinite, ends)) else "no"
 
-    def a_skip_keeps_the_optimizer_state(self):
-        moments = [
-            optimizer.state[params]["momentum_buffer"].item()
-            for _, optimizer, params, _ in (self.run([1.0]), self.run([1.0, INF]))
-        ]
-        return "yes" if moments == [1.0, 1.0] else "no"
-
     def the_gradients_you_see_are_true(self):
         seen = [self.run([1.75], unscale=flag)[2].grad.item() for flag in (True, False)]
         # Without unscale_, `step` does it, and no one can clip before.
