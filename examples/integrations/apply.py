@@ -24,15 +24,17 @@ def git(checkout, *arguments):
         raise SystemExit("git was not found. Install it, and try again.") from None
 
 
+def text_of(name):
+    return (FOLDER / f"{name}.patch").read_text(encoding="utf-8")
+
+
 def field(name, key):
     """What the lines above the diff say, such as the commit."""
-    text = (FOLDER / f"{name}.patch").read_text(encoding="utf-8")
-    return re.search(rf"^{key}: (\S+)$", text, re.MULTILINE)[1]
+    return re.search(rf"^{key}: (\S+)$", text_of(name), re.MULTILINE)[1]
 
 
 def files(name):
-    text = (FOLDER / f"{name}.patch").read_text(encoding="utf-8")
-    return re.findall(r"^--- a/(\S+)$", text, re.MULTILINE)
+    return re.findall(r"^--- a/(\S+)$", text_of(name), re.MULTILINE)
 
 
 def find_name(checkout):

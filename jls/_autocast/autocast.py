@@ -164,6 +164,8 @@ def check_dtype(name: str, value: Any) -> np.dtype:
 
 def _keep_meant(keep: Any) -> str:
     """What to write in the place of a `keep` of another type; "" if unclear."""
+    if isinstance(keep, type):
+        return f" Write keep=lambda place: {keep.__name__!r} in place.function."
     if isinstance(keep, list | tuple | set) and all(isinstance(x, str) for x in keep):
         return f" Write keep={'|'.join(sorted(keep))!r}." if keep else ""
     return _validate.field_meant(keep, "keep")
@@ -171,19 +173,14 @@ def _keep_meant(keep: Any) -> str:
 
 def check_keep(keep: Any) -> None:
     """Raises unless `keep` can say what stays as written."""
-    if isinstance(keep, type):
-        name = keep.__name__
-        raise TypeError(
-            "keep must be a regular expression, a function of a jls.types.Place, or "
-            f"None, got the class {name}. Write keep=lambda place: {name!r} in "
-            "place.function."
-        )
-    if keep is None or callable(keep):
+    is_class = isinstance(keep, type)
+    if keep is None or (callable(keep) and not is_class):
         return
     if not isinstance(keep, str):
+        got = f"the class {keep.__name__}" if is_class else describe(keep)
         raise TypeError(
             "keep must be a regular expression, a function of a jls.types.Place, or "
-            f"None, got {describe(keep)}.{_keep_meant(keep)}"
+            f"None, got {got}.{_keep_meant(keep)}"
         )
     if not keep:
         raise ValueError(

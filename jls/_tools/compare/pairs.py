@@ -151,29 +151,25 @@ class _Search:
         self.error = {i: self._error(i, j) for i, j in self.pair.items()}
         self.noise = {i: self._noise(i, j) for i, j in self.pair.items()}
         self.arguments = same_names(a.made.arguments, b.made.arguments)
-        run = zip(a.run.arguments, a.made.arguments, strict=True)
-        of_b = b.run.arguments
-        self.given = {
-            i: float(apart(x, of_b[self.arguments[i]]).error.max())
-            for i, (x, _) in enumerate(run)
-            if i in self.arguments
-        }
-        for i, error in self.given.items():
-            if error > FACTOR * UNIT and self._is_closed_over_by_both(i):
-                self.given[i] = 0.0
+        self.given = {i: self._error_of_argument(i) for i in self.arguments}
 
-    def _is_closed_over_by_both(self, i: int) -> bool:
-        """Whether the second program closes over the same array in another order."""
+    def _error_of_argument(self, i: int) -> float:
+        """How far an argument is off; 0 if both close over it, in another order."""
         name, shape, *_ = self.a.made.arguments[i]
-        own, pairs = (
-            self.a.run.arguments[i],
-            zip(self.b.made.arguments, self.b.run.arguments, strict=True),
+
+        def error(j: int) -> float:
+            pair = self.a.run.arguments[i], self.b.run.arguments[j]
+            return float(apart(*pair).error.max())
+
+        own = error(self.arguments[i])
+        if own <= FACTOR * UNIT or not name.startswith(CLOSED_OVER):
+            return own
+        is_elsewhere = any(
+            error(j) <= FACTOR * UNIT
+            for j, x in enumerate(self.b.made.arguments)
+            if x.name.startswith(CLOSED_OVER) and x.shape == shape
         )
-        return name.startswith(CLOSED_OVER) and any(
-            float(apart(own, x).error.max()) <= FACTOR * UNIT
-            for value, x in pairs
-            if value.name.startswith(CLOSED_OVER) and value.shape == shape
-        )
+        return 0.0 if is_elsewhere else own
 
     def _error(self, i: int, j: int) -> np.ndarray:
         return self._apart(self.a.run.operations[i], self.b.run.operations[j])
