@@ -47,7 +47,8 @@ def pytest_addoption(parser):
 def _set_xla_flags(config):
     """For this process and its workers, before JAX starts."""
     paths = [Path(config.invocation_params.dir, x.split("::")[0]) for x in config.args]
-    shown = [Path(__file__).parent / "tests" / name for name in ("costs", "pages")]
+    tests = Path(__file__).parent / "tests"
+    shown = [tests / name for name in ("costs", "pages", "notebooks")]
     is_shown = any(path.is_relative_to(folder) for path in paths for folder in shown)
     as_users_do = config.getoption("optimize") or is_shown
     flags = [ONE_THREAD] if as_users_do else [ONE_THREAD, QUICK]
@@ -79,6 +80,8 @@ def pytest_configure(config):
     `--cache-clear` compiles anew, `-p no:cacheprovider` every time.
     """
     _set_xla_flags(config)
+    # No test reads a line of Python in what is lowered, and to write it takes time.
+    jax.config.update("jax_traceback_in_locations_limit", 0)
     if hasattr(config, "cache"):
         folder = config.cache.mkdir(f"xla-{_machine()}")
         jax.config.update("jax_compilation_cache_dir", str(folder))

@@ -5,8 +5,10 @@ CONTRIBUTING.md has the command for each, and .ci/run runs it.
 
 APART = {
     "devices": "what needs eight devices",
-    "pages": "README, docs, notebooks, examples and the demo",
+    "pages": "README, docs, examples and the demo",
+    "notebooks": "the notebooks, each run from top to bottom",
     "costs": "the benchmarks, and what a step may cost",
+    "truth": "an autocast beside its reference, on many programs",
     "origin": "programs with a known line that is NaN, or limits the loss scale",
     "compare": "pairs of programs, edited in a line or equal",
     "corpus": "many right and wrong steps, every optimizer, four processes",

@@ -107,6 +107,7 @@ def test_transformation_that_cannot_work_says_so(name):
         optimizer.update(grads, optimizer.init(params), params)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("check_updates", [True, False])
 @pytest.mark.parametrize("name", exported(PER_EXAMPLE))
 def test_gradients_of_examples_make_one_update(name, check_updates, jit_or_eager):

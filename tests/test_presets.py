@@ -413,6 +413,7 @@ def skips(policy, losses, norms):
 WINDOWED = ["levanter_spikes", "maxtext_spikes", "olmo_spikes"]
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("name", WINDOWED)
 @pytest.mark.parametrize(("window", "sigmas"), [(6, 1.5), (16, 3.0), (33, 6.0)])
 def test_spike_policies_follow_the_rules_in_plain_python(name, window, sigmas):

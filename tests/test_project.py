@@ -265,7 +265,7 @@ def test_ci_leaves_out_the_same_tests_of_the_same_commit(tmp_path):
         lines = [line for line in lines if line.startswith("+ ")]
         (part,) = {*re.findall(r"--part (\d/\d)", "\n".join(lines))}
         others = re.findall(r"max_isa=(\w+)", "\n".join(lines))
-        assert f": tools {part}, bits {' '.join(others)}" in first
+        assert f": part {part}, bits {' '.join(others)}" in first
         return first, *lines
 
     without_git = chosen()
@@ -281,7 +281,7 @@ def test_ci_leaves_out_the_same_tests_of_the_same_commit(tmp_path):
     assert chosen() in seen
     assert len({first.partition(": ")[2] for first, *_ in seen}) > 1
     first, *_ = call(".ci/run", "--all", "faults")
-    assert re.search(r": tools 1/1, bits SSE4_2.*, faults [1-8]/8$", first)
+    assert re.search(r": part 1/1, bits SSE4_2.*, faults [1-8]/8$", first)
 
 
 def test_no_table_is_cut_in_two():

@@ -335,6 +335,7 @@ BY_KEYWORD = {
 }
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("library", ["nnx", "equinox", "jax"])
 @pytest.mark.parametrize("loss", BY_KEYWORD)
 def test_data_by_keyword(loss, library):

@@ -890,6 +890,7 @@ def test_a_number_that_is_written_came_in_with_no_argument():
     assert not why.is_early
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("init_scale", [2.0**15, 2.0**20])  # 2^20 is inf in float16
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_a_state_that_is_kept_in_half(dtype, init_scale):

@@ -52,6 +52,7 @@ def wide_products(fun, *args):
     return len(found)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_product_is_half_forwards_and_backwards(name, half):

@@ -196,6 +196,7 @@ def make_step(wrapper, jit=jax.jit):
     return jit(step), optimizer.init(make_params())
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("wrapper", [jls.skip_nonfinite, jls.loss_scaled])
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 @pytest.mark.parametrize("where", ["in", "out", "x"])
@@ -422,6 +423,7 @@ def test_forward_mode_is_refused_by_jax():
         jax.jvp(cast, args, args)
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("form", [scanned, unrolled, remat])
 @pytest.mark.parametrize("wrong", ["params", "x"])
 def test_second_derivative_is_refused(form, wrong):

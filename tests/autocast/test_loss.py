@@ -63,6 +63,7 @@ def test_the_derivative_of_a_picked_element_is_made_where_it_is_read(half):
     assert named("scatter-add", jax.grad(loss_of), X, W, labels)
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("labels", [[0, 3, 7, 5], [-1, -8, 2, 2], [8, 100, -9, 1]])
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32"])
 @pytest.mark.parametrize("mode", ["fill", "clip", "promise_in_bounds"])

@@ -84,6 +84,7 @@ def kept(name, dtype=None, cast=None):
     return size_in_bytes(saved(loss, variables["params"], others, x))
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", MOST)
 def test_less_is_kept_than_with_dtype_by_hand(name, half):

@@ -59,6 +59,7 @@ CALLS = {
 }
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_add_cotangents_in_float32(name, half):
@@ -79,6 +80,7 @@ def in_a_body(read):
     return move
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize(
     "read",
@@ -173,6 +175,7 @@ def shares(s):
     return jnp.mean(jax.nn.softmax(10 * s) * c)
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("read", [angle, root, shares, lambda s: shares(10 * s)])
 @pytest.mark.parametrize("place", ["scan", "cond"])
@@ -246,6 +249,7 @@ def special(w, h):  # the gradient is NaN in float32 too
     return (jax.scipy.special.expi(x) + jax.scipy.special.spence(x)).sum()
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize(
     "fun", [expm, pytest.param(ode, marks=pytest.mark.more), special]

@@ -200,6 +200,7 @@ ELEMENTWISE = {
 }
 
 
+@pytest.mark.cover(1)
 @HALF
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elementwise_operations_are_float32(name, half):
@@ -284,6 +285,7 @@ GUARDS = {
 }
 
 
+@pytest.mark.cover(1)
 @HALF
 @pytest.mark.parametrize("name", GUARDS)
 def test_a_guard_guards(name, half):
@@ -418,6 +420,7 @@ def test_a_number_that_is_not_selected_is_no_mask():
     assert jnp.all(jnp.isinf(result[4:]))
 
 
+@pytest.mark.cover(2)
 @HALF
 @pytest.mark.parametrize("lowest", [-1e9, -1e30, float(LOWEST)])
 @pytest.mark.parametrize("kind", ["constant", "argument", "added"])
@@ -491,6 +494,7 @@ def test_a_norm_of_a_residual_stream_far_from_0_has_its_derivative(half, is_fast
     assert off(ours, jax.grad(loss)(W, X + 100)) < 4 * float(jnp.finfo(half).eps)
 
 
+@pytest.mark.cover(1)
 @HALF
 @pytest.mark.parametrize("loop", ["scan", "fori", "while"])
 def test_a_loop_of_small_steps_moves(loop, half):

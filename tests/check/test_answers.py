@@ -640,6 +640,7 @@ CLEANERS = {
 }
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("cleaner", CLEANERS)
 @pytest.mark.parametrize("of", ["jax", "jls"])
 def test_an_overflow_is_hidden_from_a_guard_without_a_loss_scale(of, cleaner):

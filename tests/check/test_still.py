@@ -125,6 +125,7 @@ def test_moments_of_float32_parameters_are_looked_at_too():
     assert "cannot fall" in note
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("rounding", ["stochastic", "exact"])
 @pytest.mark.parametrize("guard", [jls.skip_nonfinite, jls.loss_scaled])
 def test_step_under_the_wrapper_is_read_to_the_end(guard, rounding):

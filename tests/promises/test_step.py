@@ -127,6 +127,7 @@ MADE = [0.0, -1.0, 15.0, 17.0, 1e5, -1e5, 3.4e38, -3.4e38, jnp.inf, -jnp.inf, jn
 by_table = optax.stateless(lambda rows, _: jnp.array(MADE)[rows.astype(jnp.int32)])
 
 
+@pytest.mark.cover(2)
 @pytest.mark.filterwarnings("ignore:.*parameters are")
 @pytest.mark.parametrize(
     "dtype",

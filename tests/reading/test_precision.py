@@ -177,6 +177,7 @@ STEPS = {
 }
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_shares_are_those_worked_out_by_hand(library, name):
@@ -676,6 +677,7 @@ def test_a_penalty_is_found_where_a_part_of_it_is_moved_out_of_a_loop():
     assert look(*step).headline.startswith(IN_LOSS)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("name", AROUND)
 @pytest.mark.parametrize("loss_fn", [loss_with([F16] * 4), recomputes])
 def test_a_loss_without_a_penalty_has_none_inside_of(name, loss_fn):
@@ -832,6 +834,7 @@ def repeated(loss_fn):
     return repeats
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("wrapped", [lambda f: f, jax.checkpoint, jax.jit, repeated])
 @pytest.mark.parametrize("loss_fn", [decays, only_an_outer_product])
 def test_an_outer_product_and_its_derivative_have_one_reason(loss_fn, wrapped):

@@ -73,6 +73,7 @@ KEEP_AN_INF = {
 }
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("params", [PARAMS, jnp.ones(3), {"s": jnp.ones(())}])
 @pytest.mark.parametrize("name", KEEP_AN_INF)
 def test_an_inf_that_an_optimizer_keeps_on_purpose_is_no_poison(name, params):
@@ -527,6 +528,7 @@ def masked_run(inner, batches, scaler=None, **options):
     return params, state, optimizer
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(
     "inner",
     [

@@ -249,6 +249,7 @@ def real_batches():
     ]
 
 
+@pytest.mark.cover(1)
 @pytest.mark.standard_promotion
 @pytest.mark.parametrize(
     "scaler",

@@ -25,6 +25,7 @@ def assert_follows_reference(state=None, **changes):
     assert_follows(jls.hysteresis, reference.hysteresis, hyperparameters, state)
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("refill", ["growth", "finite"])
 @pytest.mark.parametrize("growth_interval", [1, 2, 3])
 @pytest.mark.parametrize("hysteresis", [1, 2, 3])

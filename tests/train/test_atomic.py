@@ -58,6 +58,7 @@ def take(model, optimizer, x, factor):
     optimizer.update(model, grads, value=loss)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("factors", [(BAD, GOOD), (GOOD, BAD), (GOOD, BAD, GOOD)])
 @pytest.mark.parametrize("jit", [nnx.jit, lambda step: step], ids=["jit", "eager"])
 def test_one_skip_in_a_block_rolls_back_all_of_it(factors, jit):

@@ -311,6 +311,7 @@ def hides_nan(inner):
     )
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("by_step", [True, False])
 @pytest.mark.parametrize("outside", [True, False])
 def test_updates_of_bfloat16_parameters_are_not_checked(by_step, outside):

@@ -253,6 +253,7 @@ def make_equinox():
     return model, optimizer, optimizer.init(eqx.filter(model, eqx.is_inexact_array))
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(
     "jit",
     [

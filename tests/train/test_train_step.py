@@ -727,6 +727,7 @@ def moving():
     return jls.loss_scaled(optax.adam(1e-3), jls.dynamic(1024.0))
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(
     "options",
     [

@@ -87,6 +87,7 @@ def test_without_a_product_nothing_changes(seed):
         assert_identical(jax.jit(cast)(*args), jax.jit(fun)(*args))
 
 
+@pytest.mark.cover(1)
 @pytest.mark.filterwarnings("ignore:autocast to .* found no product")
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])
 @pytest.mark.parametrize("seed", range(100, 130))

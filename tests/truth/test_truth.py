@@ -1,7 +1,7 @@
 """An autocast is its reference but for the last bits of float32: promise 18.
 
-    python tests/autocast/test_truth.py                  all rows and models
-    python tests/autocast/test_truth.py --seeds 0:300    random programs, of `seeds.txt`
+    python tests/truth/test_truth.py                  all rows and models
+    python tests/truth/test_truth.py --seeds 0:300    random programs, of `seeds.txt`
 
 It prints those that are wrong, and counts the others, and why some were left out.
 """
@@ -239,6 +239,7 @@ def test_what_an_autocast_leaves_as_written_is_so_in_the_reference():
 # The verdict.
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("name", list(TABLE)[::8])
 def test_another_float32_is_right(name, half):
@@ -247,6 +248,7 @@ def test_another_float32_is_right(name, half):
     assert not found.is_wrong, explained("row", name, half, found.lines)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("name", ["log1p_of_a_bound", "small_steps_in_a_scan"])
 def test_what_rounds_more_than_products_is_wrong(name, half):

@@ -2,7 +2,7 @@
 
 Promise 18, on programs of small integers. Zeros may differ by their sign.
 
-`python tests/autocast/test_exact.py [-k REGEX] [--all]` prints those that differ.
+`python tests/truth/test_exact.py [-k REGEX] [--all]` prints those that differ.
 """
 
 import argparse
@@ -161,6 +161,7 @@ def of_a_gradient(fun):
     return both
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("name", ["product_of_a_product", "less_its_roll", "itself"])
 @pytest.mark.parametrize(
