@@ -400,7 +400,9 @@ def _by_value(a: _Side, b: _Side, pair: dict[int, int]) -> dict[int, int]:
         key: np.stack([b.run.operations[j] for j in every])
         for key, every in free.items()
     }
-    found, used = dict[int, int](), set[int]()
+    units = {key: np.array([b.unit(j) for j in every]) for key, every in free.items()}
+    is_used = {key: np.zeros(len(every), bool) for key, every in free.items()}
+    found = dict[int, int]()
     for i in odd:
         key, own = _alike(a, i), a.run.operations[i]
         if key not in free or not _is_telling(own):
@@ -408,13 +410,12 @@ def _by_value(a: _Side, b: _Side, pair: dict[int, int]) -> dict[int, int]:
         others, stack = free[key], stacks[key]
         errors = apart(np.broadcast_to(own, stack.shape), stack).error
         errors = errors.reshape(len(others), -1).max(1, initial=0.0)
-        limits = [FACTOR * max(a.unit(i), b.unit(j)) for j in others]
-        is_used = [j in used for j in others]
-        errors = np.where((errors > limits) | is_used, np.inf, errors)
+        limits = FACTOR * np.maximum(a.unit(i), units[key])
+        errors = np.where((errors > limits) | is_used[key], np.inf, errors)
         best = int(np.argmin(errors))
         if errors[best] < np.inf:
-            found[i] = others[best]
-            used.add(others[best])
+            found[i], is_used[key][best] = others[best], True
+    used = {*found.values()}
     kept = {i: j for i, j in pair.items() if i not in found and j not in used}
     return kept | found
 
