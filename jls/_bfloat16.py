@@ -41,7 +41,7 @@ from jls._notes import note, noted
 from jls._program.jaxprs import varying_axes
 from jls._scopes import STORED
 from jls._state import find, is_wrapper_state, rounds_bfloat16
-from jls._text import at, describe, path_name
+from jls._text import at, describe, naming_arguments, path_name
 from jls._tree import is_array, is_inexact
 from jls._types import Bfloat16ParamsState
 
@@ -84,6 +84,7 @@ _STAY: dict[str, tuple[str, ...]] = {
 }
 
 
+@naming_arguments()
 def bfloat16_params(
     inner: optax.GradientTransformation,
     *,
@@ -214,6 +215,7 @@ def bfloat16_params(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+@naming_arguments()
 def master_params(params: Any, state: Any) -> Any:
     """Returns the float32 parameters of which `params` are the rounded ones.
 

@@ -115,8 +115,11 @@ def check_positions(
         )
 
 
-def scaler_state_first(state: Any, args: tuple[Any, ...]) -> Any:
-    """The one scaler state in `state`, or an error that says what comes first."""
+def scaler_state_first(state: Any, args: tuple[Any, ...], name: str) -> Any:
+    """The one scaler state in `state`, or an error that says what comes first.
+
+    `name` is that of the function that needs it.
+    """
     try:
         return scaler_state_in(state)
     except ValueError:
@@ -134,7 +137,7 @@ def scaler_state_first(state: Any, args: tuple[Any, ...]) -> Any:
         state,
         "First comes a ScalerState, or the state of an optimizer made by "
         "jls.loss_scaled or jls.skip_nonfinite: "
-        "jls.value_and_grad(loss_fn)(opt_state, params, batch).",
+        f"jls.{name}(loss_fn)(opt_state, params, batch).",
     )
 
 

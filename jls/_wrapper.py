@@ -12,8 +12,9 @@ Differs from `optax.apply_if_finite` in:
 """
 
 import contextlib
+import inspect
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,7 @@ from jls._text import (
     first,
     listed,
     naming_arguments,
+    no_field,
     path_name,
     quoted,
 )
@@ -60,6 +62,9 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
       >>> isinstance(optimizer, optax.GradientTransformation)
       True
     """
+
+    if not TYPE_CHECKING:  # which knows the fields
+        __getattr__ = no_field
 
     # The same two fields, with narrower types.
     init: _InitFn  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -159,14 +164,17 @@ def loss_scaled(
         of_ours = f"static({scaler!r})" if _validate.is_real(scaler) else "dynamic()"
         raise TypeError(
             f"scaler must be a jls.types.LossScaler, e.g. jls.{of_ours}, got "
-            f"{describe(scaler)}."
+            f"{describe(scaler)}.{_meant(scaler)}"
         )
     check_updates = _validate.flag("check_updates", check_updates, allow_none=True)
     if spikes is not None and not isinstance(spikes, SpikePolicy):
         raise TypeError(
             "spikes must be a jls.types.SpikePolicy, e.g. jls.spikes(), or None, got "
-            f"{describe(spikes)}."
+            f"{describe(spikes)}.{_meant(spikes)}"
         )
+    for name, rule in {"scaler": scaler, "spikes": spikes or ()}.items():
+        for field, function in getattr(rule, "_asdict", dict)().items():
+            _validate.function(f"{name}.{field}", function)
     check_axis_name(axis_name)
 
     def init(params):
@@ -266,6 +274,16 @@ def skip_nonfinite(
         check_updates=check_updates,
         spikes=spikes,
     )
+
+
+def _meant(rule: Any) -> str:
+    """The sentence for another argument, or the function that makes the right one."""
+    if isinstance(rule, SpikePolicy):
+        return " Write spikes=policy."
+    if isinstance(rule, LossScaler):
+        return " Write jls.loss_scaled(inner, scaler)."
+    is_ours = inspect.isfunction(rule) and rule.__module__.startswith("jls.")
+    return f" Call it: {rule.__name__}(...)." if is_ours else ""
 
 
 @contextlib.contextmanager

@@ -136,6 +136,16 @@ class Fingerprint(NamedTuple):
         count, made = len(self.operations), " ".join(self.made_by.values())
         return f"Fingerprint({count} operations, {len(self.results)} results, {made})"
 
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        raise TypeError(
+            "fingerprints are equal within rounding, which == does not know. Write "
+            "jls.compare(a, b).equal."
+        )
+
+    __hash__ = object.__hash__
+
     def save(self, path: str | Path) -> None:
         """Writes a file that `load` reads; `path` ends in ".npz"."""
         path = _checked(path)
