@@ -300,7 +300,7 @@ def differentiate(
         _mistakes.warn_of_scaled_loss(loss, made)
         # The true loss travels as aux: scaled and divided again it would be NaN
         # whenever the scaled one overflows.
-        return _scaled(scaler_state, loss), (loss, aux)
+        return _noting(_scaled(scaler_state, loss)), (loss, aux)
 
     options = {} if argnums == 0 else {"argnums": argnums}
     differentiated = transform(scaled, has_aux=True, **options)
@@ -350,6 +350,19 @@ def grad(
         return (grads, value[1]) if has_aux else grads
 
     return with_loss_scale
+
+
+@jax.custom_jvp
+def _noting(scaled: Any) -> Any:
+    """The loss; notes if it follows what is differentiated."""
+    return scaled
+
+
+@_noting.defjvp
+def _(primals, tangents):
+    # JAX asks for no derivative of what does not follow.
+    note("follows")
+    return *primals, *tangents
 
 
 def _rename_like(fun: Callable[..., Any]) -> Callable[..., Any]:

@@ -40,12 +40,15 @@ from jls._text import naming_arguments
 from jls._types import SIGNALS, SpikePolicy, SpikeState
 
 
+_BUDGET = 4
+
+
 @naming_arguments(threshold="sigmas", max_grad_norm="max_norm")
 def spikes(
     *,
     window: int = 128,
     sigmas: float = 6.0,
-    budget: float | None = 4,
+    budget: float | None = _BUDGET,
     warmup: int | None = None,
     max_norm: float | None = None,
 ) -> SpikePolicy[SpikeState]:
@@ -70,7 +73,7 @@ def spikes(
       sigmas: > 0 and finite. The deviation counts as at least a 512th of the mean. No
         steady signal exceeds its own mean by 6 deviations in more than 1 of 37 steps,
         whatever its distribution (Cantelli's inequality: 1 / (1 + sigmas**2)).
-      budget: from 1 to `window`, how many steps may be skipped at once; as many again
+      budget: from 1 to `window`, or 4 if that is more, how many steps may be skipped at once; as many again
         for each window. When it is spent, spikes are let through and enter the window.
         0 skips nothing and only counts; it misses more of a burst, since what is let
         through raises the limit. None has no bound: a lasting rise then freezes the
@@ -286,11 +289,11 @@ def _budget(budget: Any, window: int) -> Any:
     number = _validate.number("budget", budget, rule, 0.0, _validate.LARGEST)
     if not _validate.is_unchecked(number) and 0 < number < 1:
         raise ValueError(f"budget must be {rule}, got {budget!r}.")
-    if not _validate.is_unchecked(number) and number > window:
+    if not _validate.is_unchecked(number) and number > max(window, _BUDGET):
         # It would come back faster than it is spent.
         raise ValueError(
             f"budget must be at most window, {window}, or None for no bound, got "
-            f"{budget!r}. Pass fewer, such as budget=4, or a longer window."
+            f"{budget!r}. It comes back once in each window: write budget={_BUDGET}."
         )
     return number
 

@@ -164,7 +164,8 @@ def _call_meant(value: Any) -> str:
         return ""
     if hasattr(value, "apply"):  # of Haiku
         return " Pass a function of the parameters and the batch that calls its apply."
-    arrays, leaves = jax.Array | np.ndarray, jax.tree.leaves(value)
+    arrays, trees = jax.Array | np.ndarray, tuple | list | dict
+    leaves = jax.tree.leaves(value) if isinstance(value, arrays | trees) else []
     is_result = leaves and all(isinstance(leaf, arrays) for leaf in leaves)
     return " Pass the function itself, without calling it." if is_result else ""
 

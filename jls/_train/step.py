@@ -10,9 +10,10 @@ on: the counters of jls, `TrainState.step` and `nnx.Optimizer.step`.
 state: `plain`, `linen`, `nnx`.
 """
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import (
@@ -40,6 +41,7 @@ from jls._mistakes import (
     other_params_noted,
     warn,
 )
+from jls._notes import noted
 from jls._program.jaxprs import varying_axes
 from jls._reduce import global_norm
 from jls._scale import differentiate
@@ -63,6 +65,7 @@ from jls._train.apply import (
     local_norms,
 )
 from jls._train.linen import LinenAdapter
+from jls._train.loss import other_order_named, warn_of_no_gradient
 from jls._train.nnx import NnxAdapter
 from jls._train.parts import Parts, StepCall
 from jls._train.plain import PlainAdapter
@@ -368,6 +371,7 @@ def train_step(
     count = 1 if micro_batches is None else micro_batches
     dtype = jnp.float32 if compute_dtype is None else compute_dtype
     options = SimpleNamespace(
+        loss_fn=loss_fn,
         learning_rate=learning_rate,
         micro_batches=_validate.host_interval("micro_batches", count),
         accumulation=accumulation,
@@ -399,7 +403,8 @@ def train_step(
             kind.order(carried).check(args)
             raise
         eager_calls.warn_at_second(parts.params, (args, kwargs), lambda: adapter.jitted)
-        parts, report = take_step(adapter, parts, state, args[-1], options)
+        with other_order_named(loss_fn, kind.order(carried), args, kwargs):
+            parts, report = take_step(adapter, parts, state, args[-1], options)
         return adapter.merge(parts, report)
 
     if optimizer is not None:  # else the arguments depend on the library
@@ -423,6 +428,7 @@ def take_step(
     """
     params, overwritten, opt_state, carried = parts
     _refuse_lookahead(params)
+    _refuse_empty(params)
     optimizer, scaler_state = adapter.optimizer, state.scaler_state
     wrappers = functools.cache(partial(find_wrappers, optimizer, params))
     if options.compute_dtype == jnp.float16 and isinstance(scaler_state, StaticState):
@@ -457,8 +463,11 @@ def take_step(
             axis_name=_axis_name(wrappers, options),
         )
 
-    with other_params_noted(optimizer.init, opt_state, params):
+    noted_gradients = noted("follows")
+    with other_params_noted(optimizer.init, opt_state, params), noted_gradients as has:
         accumulated = gradients_of(params, before, batch)
+    if not has:
+        warn_of_no_gradient(options.loss_fn, adapter.model)
     extra = {
         "value": accumulated.loss,
         "partial_overflow": accumulated.partial_overflow,
@@ -476,9 +485,10 @@ def take_step(
         )
         _refuse_unguarded([name for name in moved.by_gradients if name in may_be_nan])
     _refuse_outside(moved.in_a_skip)
-    new_params, new_opt_state, report, updates = apply_and_report(
-        optimizer, grads, opt_state, params, extra, options.update_norm, wrappers
-    )
+    with _missing_extra_named():
+        new_params, new_opt_state, report, updates = apply_and_report(
+            optimizer, grads, opt_state, params, extra, options.update_norm, wrappers
+        )
     if options.learning_rate is not None:
         rates = given_rates(options.learning_rate, opt_state, state)
         report = report._replace(learning_rate=rates)
@@ -521,6 +531,16 @@ def _refuse_outside(names: list[str]) -> None:
             "momentum or the like outside of it: a step that is skipped would move "
             f"{listed(quoted(names))}. Write jls.loss_scaled(optax.chain(inner, ...)), "
             "with all of it in the chain."
+        )
+
+
+def _refuse_empty(params: Any) -> None:
+    if not floats_of(params):
+        raise ValueError(
+            "the parameters must hold a floating-point array to train, got "
+            f"{describe(params)} without one. Pass what the model was initialized "
+            "with; of NNX, the nnx.Optimizer needs the wrt= that the model has, such "
+            "as nnx.Param."
         )
 
 
@@ -605,6 +625,21 @@ def _extra_arguments(
             "by itself."
         )
     return dict(arguments)
+
+
+@contextlib.contextmanager
+def _missing_extra_named() -> Iterator[None]:
+    """Adds to an error of an optimizer that wants an argument how to pass it."""
+    try:
+        yield
+    except TypeError as error:
+        if "required keyword-only argument" in str(error):
+            error.add_note(
+                "What an optimizer takes beside gradients, state and parameters goes "
+                "into extra=: jls.train_step(loss_fn, optimizer, extra=lambda params, "
+                'batch: {"value_fn": lambda p: loss_fn(p, batch)}).'
+            )
+        raise
 
 
 def _axis_name(wrappers: Callable[[], list[FoundWrapper]], options: Any) -> Any:

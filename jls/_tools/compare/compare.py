@@ -134,6 +134,8 @@ def _difference(a: Fingerprint, b: Fingerprint, is_same: bool = False) -> Differ
     is_rounded = max(results.values()) > FACTOR * UNIT
     if is_equal and any(runs) and not is_same and is_rounded:
         notes += _rounding(a, b, results)
+    if is_same and found.argument:
+        notes.append("Each trace of the function makes it anew, as np.random does")
     if found.flipped and is_equal and found.bad:
         place = a.operations[found.flipped[0]].place
         notes.append(f"A choice falls otherwise by rounding: {place_in_words(place)}")
