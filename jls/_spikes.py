@@ -39,8 +39,7 @@ from jls._scalers.rule import count_up, f32, switch
 from jls._text import naming_arguments
 from jls._types import SIGNALS, SpikePolicy, SpikeState
 
-
-_BUDGET = 4
+_BUDGET = 4  # without one
 
 
 @naming_arguments(threshold="sigmas", max_grad_norm="max_norm")
@@ -73,11 +72,11 @@ def spikes(
       sigmas: > 0 and finite. The deviation counts as at least a 512th of the mean. No
         steady signal exceeds its own mean by 6 deviations in more than 1 of 37 steps,
         whatever its distribution (Cantelli's inequality: 1 / (1 + sigmas**2)).
-      budget: from 1 to `window`, or 4 if that is more, how many steps may be skipped at once; as many again
-        for each window. When it is spent, spikes are let through and enter the window.
-        0 skips nothing and only counts; it misses more of a burst, since what is let
-        through raises the limit. None has no bound: a lasting rise then freezes the
-        run.
+      budget: from 1 to `window`, or 4 if that is more: how many steps may be skipped at
+        once; as many again for each window. When it is spent, spikes are let through
+        and enter the window. 0 skips nothing and only counts; it misses more of a
+        burst, since what is let through raises the limit. None has no bound: a lasting
+        rise then freezes the run.
       warmup: from 2 to `window`, how many values there must be before one is judged.
         None is `max(2, window // 2)`.
       max_norm: > 0, a norm above it is a spike, from the first step on. None has no

@@ -173,7 +173,12 @@ def loss_scaled(
         )
     for name, rule in {"scaler": scaler, "spikes": spikes or ()}.items():
         for field, function in getattr(rule, "_asdict", dict)().items():
-            _validate.function(f"{name}.{field}", function)
+            if not callable(function):
+                write = " Write lambda: state." if field == "init" else ""
+                raise TypeError(
+                    f"{name}.{field} must be a function, got {describe(function)}."
+                    f"{write}"
+                )
     check_axis_name(axis_name)
 
     def init(params):

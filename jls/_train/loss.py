@@ -68,7 +68,11 @@ def _runs(loss_fn: Callable[..., Any], args: list[Any], kwargs: Any) -> bool:
 
 def _own(arg: Any) -> Any:
     """A model of NNX as one that the trace around may change."""
-    return merge_all(*split_all([arg]))[0] if is_object(arg) else arg
+    if not is_object(arg):
+        return arg
+    graph, state = split_all([arg])
+    leaves, structure = jax.tree.flatten(state)  # variables of its own
+    return merge_all(graph, jax.tree.unflatten(structure, leaves))[0]
 
 
 def warn_of_no_gradient(loss_fn: Callable[..., Any], model: Any) -> None:
