@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import jls
 from jls import __version__
 
 DEMO = (
@@ -74,7 +75,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     first = arguments[0] if arguments else "--"
     if first.startswith("-") and first not in ("-h", "--help", "--version"):
         arguments = ["demo", *arguments]
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    if callable(getattr(jls, arguments[0], None)):
+        parser.error(
+            f"{arguments[0]} is a function, no command: write jls.{arguments[0]}(...) "
+            "in Python, where the step is"
+        )
+    options = parser.parse_args(arguments)
     options.run(options)
 
 

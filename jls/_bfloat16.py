@@ -231,6 +231,7 @@ def master_params(params: Any, state: Any) -> Any:
       A pytree like `params`, its bfloat16 leaves in float32.
 
     Raises:
+      TypeError: if `state` is an optimizer.
       ValueError: if `state` has lower bits of a parameter that is not in `params`, or
         if the two are swapped.
 
@@ -248,6 +249,11 @@ def master_params(params: Any, state: Any) -> Any:
         raise ValueError(
             f"params must come first, got {describe(params)} with the state of an "
             "optimizer in it. The order is jls.master_params(params, opt_state)."
+        )
+    if _validate.is_transformation(state):
+        raise TypeError(
+            f"state must be what the optimizer keeps, got {describe(state)}. Write "
+            "jls.master_params(params, opt_state)."
         )
     flat, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_variable)
     rests: dict[Any, Any] = {}

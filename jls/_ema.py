@@ -146,6 +146,7 @@ def _is_average(node: Any) -> bool:
     return isinstance(node, ParamsEmaState)
 
 
+@naming_arguments()
 def eval_params(state: Any) -> Any:
     """Returns the averaged parameters that a `jls.params_ema` in `state` keeps.
 

@@ -214,6 +214,8 @@ def no_field(self: Any, name: str) -> Any:
     message = f"{kind!r} object has no attribute {name!r}"
     if (kind, name) in _FIELDS_ELSEWHERE:
         raise AttributeError(f"{message}. {_FIELDS_ELSEWHERE[kind, name]}")
+    if not (name.startswith("_") or nearest(name, self._fields)):
+        message = f"{message}. It has {', '.join(self._fields)}."
     raise AttributeError(message, name=name, obj=self)
 
 
@@ -247,6 +249,10 @@ _FIELDS_ELSEWHERE = {
     ("ScalerState", "scale"): "Did you mean loss_scale?",
     ("StaticState", "scale"): "Did you mean loss_scale?",
     ("Health", "ok"): "Write if health, or health.verdict.",
+    ("Health", "message"): "Did you mean sentence?",
+    ("StepCheck", "passed"): "Did you mean ok?",
+    ("Why", "line"): "Write why.births[0].place.line.",
+    ("Difference", "line"): "Write difference.birth.a.line, or .b.line.",
     ("Calibration", "scale"): "Did you mean init_scale?",
     ("Calibration", "loss_scale"): "Did you mean init_scale?",
     ("Place", "name"): "Did you mean function, module or operation?",

@@ -285,6 +285,8 @@ def _meant(rule: Any) -> str:
         return " Write spikes=policy."
     if isinstance(rule, LossScaler):
         return " Write jls.loss_scaled(inner, scaler)."
+    if hasattr(rule, "init_scale"):  # of jls.calibrate
+        return " Write jls.dynamic(result.init_scale)."
     is_ours = inspect.isfunction(rule) and rule.__module__.startswith("jls.")
     return f" Call it: {rule.__name__}(...)." if is_ours else ""
 

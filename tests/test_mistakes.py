@@ -82,6 +82,7 @@ PRIVATE = jls.skip_nonfinite(
     optax.contrib.differentially_private_aggregate(1.0, 0.1, 0)
 )
 MOMENTUM = jls.skip_nonfinite(optax.sgd(0.1, 0.9))
+ALONE = jls.loss_scaled(jls.params_ema(0.9))
 OUTSIDE = optax.lookahead(jls.loss_scaled(optax.sgd(0.1)), 2, 0.5)
 
 
@@ -259,6 +260,33 @@ ERRORS = {
         lambda: jls.set_loss_scale(REPORT, 8.0),
         TypeError,
         r"got StepReport, which goes into no step\. Write opt_state = jls\.set_loss_sc",
+    ),
+    "an average as the optimizer": (
+        lambda: jls.train_step(loss_fn, ALONE)(PARAMS, ALONE.init(PARAMS), X),
+        ValueError,
+        r"got jls\.params_ema alone, .* Write jls\.loss_scaled\(optax\.chain\(inner",
+    ),
+    "a calibration as the scaler": (
+        lambda: jls.loss_scaled(optax.sgd(0.1), jls.types.Calibration(8.0)),
+        TypeError,
+        r"got Calibration\. Write jls\.dynamic\(result\.init_scale\)\.$",
+    ),
+    "the optimizer for its state, of masters": (
+        lambda: jls.master_params(PARAMS, OPTIMIZER),
+        TypeError,
+        r"got LossScaledTransformation\. Write jls\.master_params\(params, opt_state",
+    ),
+    "a loader in the place of a batch": (
+        lambda: jls.check_step(
+            jls.train_step(loss_fn, OPTIMIZER), PARAMS, STATE, iter([X])
+        ),
+        TypeError,
+        r"batch must be a batch, got list_iterator, .* Pass one: next\(batch\)\.$",
+    ),
+    "a word for the losses": (
+        lambda: jls.calibrate(loss_fn, PARAMS, X, losses="all"),
+        TypeError,
+        r"losses must be True or False, got str 'all'\.$",
     ),
     "no state, of grad": (
         lambda: jls.grad(loss_fn)(PARAMS, X),
@@ -1105,7 +1133,20 @@ def test_gradients_that_are_as_narrow_as_they_may_be(name):
     [
         (lambda: REPORT.grad_norm, AttributeError, "Did you mean global_norm?"),
         (lambda: REPORT.lr, AttributeError, "Did you mean learning_rate?"),
-        (lambda: REPORT.other, AttributeError, "no attribute 'other'$"),
+        (lambda: REPORT.other, AttributeError, "no attribute 'other'. It has loss, sk"),
+        (lambda: REPORT.los, AttributeError, "no attribute 'los'$"),  # Python asks
+        (lambda: REPORT._other, AttributeError, "no attribute '_other'$"),
+        (lambda: jls.types.StepCheck().passed, AttributeError, "Did you mean ok?"),
+        (
+            lambda: jls.types.Why().line,
+            AttributeError,
+            r"Write why\.births\[0\]\.place",
+        ),
+        (
+            lambda: jls.types.Difference().tol,
+            AttributeError,
+            "It has birth, only_a, on",
+        ),
         (lambda: REPORT["loss"], TypeError, r"has fields, no keys, .* Write \.loss\.$"),
         (lambda: REPORT["other"], TypeError, "got 'other'. There are loss, skipped,"),
         (

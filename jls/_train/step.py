@@ -35,6 +35,7 @@ from jls import _validate
 from jls._autocast.autocast import autocast, check_dtype, check_keep
 from jls._autocast.keep import Keep
 from jls._bfloat16 import read_wide, stored_narrow
+from jls._ema import ParamsEmaState
 from jls._mistakes import (
     EagerCalls,
     check_loss_function,
@@ -45,7 +46,7 @@ from jls._notes import noted
 from jls._program.jaxprs import varying_axes
 from jls._reduce import global_norm
 from jls._scale import differentiate
-from jls._step import FoundWrapper, find_wrappers
+from jls._step import FoundWrapper, find_wrappers, wrapper_of
 from jls._text import describe, listed, naming_arguments, quoted
 from jls._train.accumulate import (
     Accumulated,
@@ -429,6 +430,7 @@ def take_step(
     params, overwritten, opt_state, carried = parts
     _refuse_lookahead(params)
     _refuse_empty(params)
+    _refuse_average_alone(adapter.optimizer, state)
     optimizer, scaler_state = adapter.optimizer, state.scaler_state
     wrappers = functools.cache(partial(find_wrappers, optimizer, params))
     if options.compute_dtype == jnp.float16 and isinstance(scaler_state, StaticState):
@@ -541,6 +543,16 @@ def _refuse_empty(params: Any) -> None:
             f"{describe(params)} without one. Pass what the model was initialized "
             "with; of NNX, the nnx.Optimizer needs the wrt= that the model has, such "
             "as nnx.Param."
+        )
+
+
+def _refuse_average_alone(optimizer: Any, state: LossScaledState) -> None:
+    """Raises for an average in the place of the optimizer: it adds the gradients."""
+    if wrapper_of(optimizer) and isinstance(state.inner_state, ParamsEmaState):
+        raise ValueError(
+            "the optimizer must make updates, got jls.params_ema alone, which passes "
+            "the gradients on. Write jls.loss_scaled(optax.chain(inner, "
+            "jls.params_ema(decay)))."
         )
 
 

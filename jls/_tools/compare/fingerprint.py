@@ -144,6 +144,9 @@ class Fingerprint(NamedTuple):
             "jls.compare(a, b).equal."
         )
 
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
     __hash__ = object.__hash__
 
     def save(self, path: str | Path) -> None:
@@ -178,7 +181,8 @@ class Fingerprint(NamedTuple):
             number = described.pop("format")
         except (KeyError, ValueError, EOFError, zipfile.BadZipFile) as error:
             raise ValueError(
-                f"path must be a file that Fingerprint.save wrote, got {str(path)!r}."
+                f"path must be a file that Fingerprint.save wrote, got {str(path)!r}. "
+                "Write jls.fingerprint(step, *args).save(path)."
             ) from error
         if number != FORMAT:
             raise ValueError(
