@@ -76,10 +76,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if first.startswith("-") and first not in ("-h", "--help", "--version"):
         arguments = ["demo", *arguments]
     parser = _parser()
-    if callable(getattr(jls, arguments[0], None)):
+    name = arguments[0]
+    if name != "compare" and callable(getattr(jls, name, None)):
         parser.error(
-            f"{arguments[0]} is a function, no command: write jls.{arguments[0]}(...) "
-            "in Python, where the step is"
+            f"{name} is a function, no command: write jls.{name}(...) in Python, where "
+            "the step is"
         )
     options = parser.parse_args(arguments)
     options.run(options)

@@ -359,7 +359,7 @@ def _noting(scaled: Any) -> Any:
 
 
 @_noting.defjvp
-def _(primals, tangents):
+def _noting_derivative(primals, tangents):
     # JAX asks for no derivative of what does not follow.
     note("follows")
     return *primals, *tangents

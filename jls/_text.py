@@ -255,8 +255,6 @@ _FIELDS_ELSEWHERE = {
     ("Difference", "line"): "Write difference.birth.a.line, or .b.line.",
     ("Calibration", "scale"): "Did you mean init_scale?",
     ("Calibration", "loss_scale"): "Did you mean init_scale?",
-    ("Place", "name"): "Did you mean function, module or operation?",
-    ("Place", "scope"): "Did you mean module?",
 }
 
 

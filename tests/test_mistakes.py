@@ -1184,11 +1184,6 @@ def test_gradients_that_are_as_narrow_as_they_may_be(name):
             r"Write if health, or health\.v",
         ),
         (
-            lambda: jls.types.Place("exp").name,
-            AttributeError,
-            "Did you mean function, m",
-        ),
-        (
             lambda: jls.types.Calibration(2.0).scale,
             AttributeError,
             "Did you mean init_scale?",
@@ -1325,6 +1320,27 @@ def test_a_loss_of_other_parameters_is_warned_of(name, how):
     assert message.endswith(
         "loss_fn closes over 'PARAMS': compute it from its first argument."
     )
+
+
+def test_what_fails_after_a_loss_is_not_put_down_to_its_order():
+    def update(updates, state, params=None):
+        raise TypeError("their own")
+
+    inner = optax.GradientTransformation(optax.sgd(1).init, update)
+    optimizer = jls.loss_scaled(inner)
+
+    def symmetric(params, x):  # it runs in each order
+        pair = params["w"] if isinstance(params, dict) else params
+        return jnp.sum(pair * (x["w"] if isinstance(x, dict) else x))
+
+    with pytest.raises(TypeError, match=r"^their own"):
+        jls.train_step(symmetric, optimizer)(PARAMS, optimizer.init(PARAMS), X)
+
+    def missing(params, x):  # it runs in none
+        return loss_fn(params["layer"], x)
+
+    with pytest.raises(KeyError, match="layer"):
+        jls.train_step(missing, OPTIMIZER)(PARAMS, STATE, X)
 
 
 def test_a_loss_behind_stop_gradient_is_warned_of():

@@ -7,7 +7,7 @@ import sys
 import sysconfig
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from jls._program.control import Site
 from jls._program.jaxprs import (
@@ -19,7 +19,6 @@ from jls._program.jaxprs import (
     names_around,
     rule_of,
 )
-from jls._text import no_field
 
 # Packages whose lines are never named, and those named only if there is no other line.
 _NEVER = ("jax", "jaxlib", "jls")
@@ -45,9 +44,6 @@ class Place(NamedTuple):
       >>> print(place)
       exp in attention (model.py:12)
     """
-
-    if not TYPE_CHECKING:  # which knows the fields
-        __getattr__ = no_field
 
     operation: str  # JAX's primitive, such as "exp" or "dot_general"
     file: str = ""  # the path of the source file

@@ -465,10 +465,10 @@ def take_step(
             axis_name=_axis_name(wrappers, options),
         )
 
-    noted_gradients = noted("follows")
-    with other_params_noted(optimizer.init, opt_state, params), noted_gradients as has:
+    of_other_params = other_params_noted(optimizer.init, opt_state, params)
+    with noted("follows") as follows, of_other_params:
         accumulated = gradients_of(params, before, batch)
-    if not has:
+    if not follows:
         warn_of_no_gradient(options.loss_fn, adapter.model)
     extra = {
         "value": accumulated.loss,
