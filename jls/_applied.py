@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the updates of a transformation are what reaches the parameters.
+"""Whether what `jls.bfloat16_params` made is what reaches the parameters.
 
-Those of `jls.bfloat16_params` lead to numbers of bfloat16. What changes them after it
-leads in between, and is rounded to nearest: most parameters stand still, and the others
-move too far. A `jls.params_ema` averages the parameters that its updates lead to.
+Its updates lead to numbers of bfloat16. What changes them after it leads in between,
+and is rounded to nearest: most parameters stand still, and the others move too far.
 """
 
 import warnings
@@ -18,12 +17,11 @@ from jax.core import Tracer
 
 from jls._notes import noted
 from jls._program.control import Site
-from jls._program.jaxprs import is_inexact_atom, is_literal, names_around
+from jls._program.jaxprs import is_inexact_atom, names_around
 from jls._program.primitives import primitive_of
 from jls._program.walk import Question, walk
 from jls._scopes import STORED
 from jls._text import path_name
-from jls._tree import is_inexact
 from jls._types import JlsWarning
 
 
@@ -144,48 +142,3 @@ def changed_in(
         if path in known and way in (Way.APPLIED, Way.CHANGED):
             return path_name(path)
     return None
-
-
-def differs_from_seen(
-    update: Callable[[Any], Any], grads: Any, updates: Any, seen: list[Any]
-) -> bool:
-    """Whether an update is another one than a transformation inside has seen.
-
-    Args:
-      update: makes updates of gradients.
-      grads: the gradients.
-      updates: what came of them.
-      seen: what was noted of it: paths and updates, of each call.
-    """
-    if all(x is y for x, y in _at_the_same_paths(updates, seen)):
-        return False  # without the time to trace it once more
-    if not any(isinstance(x, Tracer) for x in jax.tree.leaves(grads)):
-        return False  # one that runs operation by operation, see above
-
-    def both(grads):
-        with noted("averaged", apart=True) as again:
-            updates = update(grads)
-        return [*zip(*_at_the_same_paths(updates, again), strict=True)]
-
-    with warnings.catch_warnings(), noted("stored", apart=True):
-        warnings.simplefilter("ignore", JlsWarning)  # given where the step is taken
-        with noted("update", apart=True):
-            try:
-                jaxpr = jax.make_jaxpr(both)(grads).jaxpr
-            except jax.errors.UnexpectedTracerError:
-                return False  # what was seen is inside of a loop or a branch
-    here = {*jaxpr.invars, *(x for one in jaxpr.eqns for x in one.outvars)}
-    half = len(jaxpr.outvars) // 2
-    pairs = zip(jaxpr.outvars[:half], jaxpr.outvars[half:], strict=True)
-    return any(x is not y and not is_literal(x) and x in here for x, y in pairs)
-
-
-def _at_the_same_paths(updates: Any, seen: list[Any]) -> list[tuple[Any, Any]]:
-    """The floating-point updates that were seen, and those that came of them."""
-    flat = dict(jax.tree_util.tree_flatten_with_path(updates)[0])
-    return [
-        (x, flat[path])
-        for pairs in seen
-        for path, x in pairs
-        if path in flat and is_inexact(x) and is_inexact(flat[path])
-    ]

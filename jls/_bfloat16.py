@@ -28,7 +28,7 @@ import optax
 from jax import Array, lax
 
 from jls import _validate
-from jls._mistakes import OtherStateError, warn
+from jls._mistakes import OtherStateError, update_with_average, warn
 from jls._nnx import (
     is_object,
     is_variable,
@@ -183,7 +183,11 @@ def bfloat16_params(
             masters = jax.tree.map(_widened, params)
         grads = jax.tree.map(_widened_beside, updates, params)
         before = jax.tree.map(_widened_moment, state.inner_state)
-        steps, after = inner.update(grads, before, masters, **extra)
+
+        def update_inner(grads):
+            return inner.update(grads, before, masters, **extra)
+
+        steps, after = update_with_average(update_inner, grads)
         count = state.count + jnp.uint32(1)
         noise = _Noise(seed, count, params)
 

@@ -36,7 +36,7 @@ from jax import Array, lax
 from jax.core import Tracer
 
 from jls import _scopes
-from jls._applied import changed_in, differs_from_seen
+from jls._applied import changed_in
 from jls._devices import AxisName, agree, agree_on_max
 from jls._mistakes import (
     called_by,
@@ -46,6 +46,7 @@ from jls._mistakes import (
     foreign_state_named,
     is_of_optax,
     is_read,
+    update_with_average,
     value_among,
     warn,
     warn_of_narrowed,
@@ -262,13 +263,10 @@ def update_and_apply(
     def update(grads):
         return optimizer.update(grads, state, params, **extra)
 
-    averages, named = noted("averaged"), _bare_optimizer_named(wrappers)
-    with noted("stored") as made, averages as averaged, named:
-        updates, new_state = update(grads)
+    with noted("stored") as made, _bare_optimizer_named(wrappers):
+        updates, new_state = update_with_average(update, grads)
     if made:
         _warn_of_changed(update, grads, updates, made)
-    if averaged:
-        _warn_of_average(update, grads, updates, averaged)
     new_params = apply_updates(params, updates)
     norm = global_norm(floats_of(grads))
     applied = Applied(new_params, new_state, norm, updates if keeps_updates else None)
@@ -296,25 +294,6 @@ def _warn_of_changed(
             f"{at(name)}: the new parameters are rounded once more, to nearest, and "
             "most of them stand still. Put all of it inside, schedule and learning "
             "rate too: jls.bfloat16_params(optax.chain(...))."
-        )
-
-
-def _warn_of_average(
-    update: Callable[[Any], Any], grads: Any, updates: Any, averaged: list[Any]
-) -> None:
-    """Warns if a `jls.params_ema` has seen other updates than come out.
-
-    Args:
-      update: makes updates and more of gradients.
-      grads: the gradients.
-      updates: what came of them.
-      averaged: what was noted of it: paths and updates that were seen.
-    """
-    if differs_from_seen(lambda grads: update(grads)[0], grads, updates, averaged):
-        warn(
-            "a jls.params_ema is followed by a transformation that changes the "
-            "updates, so it averages parameters that no step has. Put it last: "
-            "optax.chain(inner, jls.params_ema(decay))."
         )
 
 
@@ -557,13 +536,10 @@ def _inner_step(
             return inner.update(grads, inner_state, params, **extra)
 
         named = foreign_state_named(inner.init, inner_state, params, grads)
-        averages = noted("averaged")
-        with noted("stored") as made, averages as averaged, named:
-            updates, new = update(grads)
+        with noted("stored") as made, named:
+            updates, new = update_with_average(update, grads)
         if made:
             _warn_of_changed(update, grads, updates, made)
-        if averaged:
-            _warn_of_average(update, grads, updates, averaged)
         name, integers = "the inner optimizer's", step.integers
         updates = cast_like(f"{name} update", updates, step.no_updates, integers)
         new = cast_like(f"{name} state", new, inner_state, integers)

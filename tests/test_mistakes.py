@@ -1280,6 +1280,19 @@ def test_an_average_that_is_not_last_is_warned_of(name):
     assert ["a jls.params_ema is followed by" in x for x in found] == [True] * is_wrong
 
 
+@pytest.mark.parametrize("rounding", ["stochastic", "exact"])
+def test_an_average_inside_of_bfloat16_params_is_last_in_there(rounding):
+    params = {"w": jnp.ones(2, jnp.bfloat16)}
+    for inner, is_wrong in ((LAST, False), (AVERAGING["first"][0], True)):
+        stored = jls.bfloat16_params(inner, rounding=rounding)
+        optimizer = jls.skip_nonfinite(stored)
+        state = optimizer.init(params)
+        found = warned(
+            lambda o=optimizer, s=state: jax.eval_shape(o.update, PARAMS, s, params)
+        )
+        assert ["is followed by" in x for x in found] == [True] * is_wrong
+
+
 def test_an_average_before_the_wrapper_is_warned_of():
     for optimizer, is_wrong in (
         (optax.chain(AVERAGE, jls.loss_scaled(optax.sgd(0.1))), True),
