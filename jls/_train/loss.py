@@ -60,7 +60,7 @@ def _runs(loss_fn: Callable[..., Any], args: list[Any], kwargs: Any) -> bool:
             result = jax.eval_shape(lambda: loss_fn(*map(_own, args), **kwargs))
     except Exception:
         return False
-    loss = result[0] if isinstance(result, tuple) and result else result
+    loss: Any = result[0] if isinstance(result, tuple) and result else result
     dtype = getattr(loss, "dtype", None)
     is_real = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
     return is_real and jnp.shape(loss) == ()
