@@ -657,8 +657,8 @@ def _query_spike_policy(
 
 def _judgement(result: Any) -> tuple[Any, Any]:
     """What a spike policy returned: its next state, and whether to skip."""
-    if isinstance(result, tuple) and len(result) == 2 and is_flag(result[1]):
-        return result
+    if isinstance(result, tuple | list) and len(result) == 2 and is_flag(result[1]):
+        return result[0], result[1]
     got = describe(result)
     if isinstance(result, tuple):
         got = f"({', '.join(map(describe, result))})"

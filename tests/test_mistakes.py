@@ -1414,6 +1414,7 @@ def test_a_state_that_is_returned_as_aux_is_warned_of():
 
 def test_aux_that_is_no_state_of_the_model_is_not_warned_of():
     scale, zeros = {"scale": jnp.ones(2)}, {"loss": jnp.zeros(())}
+    loader = iter([X])
 
     def normalized(params, x):  # other names
         return loss_fn(params, x * scale["scale"]), {"logits": x}
@@ -1425,7 +1426,10 @@ def test_aux_that_is_no_state_of_the_model_is_not_warned_of():
     def of_one_array(params, x):
         return loss_fn(params, x * X), x
 
-    for loss in (normalized, summed, of_one_array):
+    def of_a_loader(params, x):
+        return loss_fn(params, x), {"is_loaded": bool(loader)}
+
+    for loss in (normalized, summed, of_one_array, of_a_loader):
         assert warned(steps_of(loss, has_aux=True)) == []
 
     def carrying(params, carried, x):

@@ -6,7 +6,7 @@ import functools
 import inspect
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -143,9 +143,12 @@ def _models_closed_over(loss_fn: Callable[..., Any], model: Any) -> str:
 
 def _is_like(value: Any, model: Any) -> bool:
     """Whether it may be the model, from around the step."""
-    if isinstance(model, dict | list | tuple):
-        return _has_shapes_of(value, model, least=0)
-    return type(value) is type(model) and not is_array(model)
+    if type(value) is not type(model) or is_array(model):
+        return False
+    return not isinstance(model, _TREES) or _has_shapes_of(value, model, least=0)
+
+
+_TREES = Mapping, list, tuple
 
 
 def _has_shapes_of(value: Any, other: Any, least: int = 1) -> bool:
@@ -153,7 +156,7 @@ def _has_shapes_of(value: Any, other: Any, least: int = 1) -> bool:
 
     At least one array has `least` axes: numbers of any two functions are alike.
     """
-    if isinstance(other, jax.Array | np.ndarray) or callable(other):
+    if not isinstance(other, _TREES):
         return False
     pairs = [jax.tree.flatten(x) for x in (value, other)]
     (ours, structure), (theirs, other_structure) = pairs
