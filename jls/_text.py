@@ -199,7 +199,9 @@ def _without(
 ) -> str:
     given = [f"{name}=..." for name in kwargs if name not in required]
     call = f"{own}({', '.join([*required, *given])})"
-    message = f"{' and '.join(missing)} must be given: {call}."
+    *others, last = missing
+    what = f"{', '.join(others)} and {last}" if others else last
+    message = f"{what} must be given: {call}."
     if missing != required or required[0] not in _FUNCTIONS:
         return message
     return f"{message} A decorator is @functools.partial({', '.join([own, *given])})."

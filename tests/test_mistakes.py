@@ -137,6 +137,11 @@ ERRORS = {
         r"^scale_value and scale_window must be given: jls.presets.mindspore\("
         r"scale_value, scale_factor, scale_window\)\.$",
     ),
+    "a preset without any number": (
+        lambda: jls.presets.mindspore(),
+        TypeError,
+        r"^scale_value, scale_factor and scale_window must be given: ",
+    ),
     "a power of DeepSpeed as the scale": (
         lambda: jls.presets.deepspeed(16),
         ValueError,
