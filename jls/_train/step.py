@@ -312,14 +312,17 @@ def train_step(
         skipped step would move the others, or weight decay, momentum or the like after
         it, which would move parameters then, if `micro_batches` does not divide the
         batch, if `loss_fn` returns something else, if the arguments come in another
-        order, if the parameters are `optax.LookaheadParams`, or if `shard_map` sums the
-        gradients of a loss that each device has for itself.
+        order, those of `loss_fn` too, if there is no parameter to train, if the
+        parameters are `optax.LookaheadParams`, or if `shard_map` sums the gradients of
+        a loss that each device has for itself.
 
     Warns:
       JlsWarning: at the second call that runs operation by operation, with 2**16
         parameters or more; not under `jax.disable_jit`. With several micro-batches, if
         a keyword argument seems to be a raw PRNG key, which all of them would share, or
         if they share a key in a field of a `TrainState`.
+        If the loss does not follow the parameters; if `aux` is the next value of arrays
+        that `loss_fn` closes over, such as Haiku's state.
         With `compute_dtype=jnp.float16`, if the loss scale is static and 1; and what
         `jls.autocast` warns of.
 
