@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import jls
 from jls import __version__
 
 DEMO = (
@@ -74,7 +75,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     first = arguments[0] if arguments else "--"
     if first.startswith("-") and first not in ("-h", "--help", "--version"):
         arguments = ["demo", *arguments]
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    name = arguments[0]
+    if name != "compare" and callable(getattr(jls, name, None)):
+        parser.error(
+            f"{name} is a function, no command: write jls.{name}(...) in Python, where "
+            "the step is"
+        )
+    options = parser.parse_args(arguments)
     options.run(options)
 
 

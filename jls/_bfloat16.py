@@ -28,7 +28,7 @@ import optax
 from jax import Array, lax
 
 from jls import _validate
-from jls._mistakes import OtherStateError, warn
+from jls._mistakes import OtherStateError, update_with_average, warn
 from jls._nnx import (
     is_object,
     is_variable,
@@ -41,7 +41,7 @@ from jls._notes import note, noted
 from jls._program.jaxprs import varying_axes
 from jls._scopes import STORED
 from jls._state import find, is_wrapper_state, rounds_bfloat16
-from jls._text import at, describe, path_name
+from jls._text import at, describe, naming_arguments, path_name
 from jls._tree import is_array, is_inexact
 from jls._types import Bfloat16ParamsState
 
@@ -84,6 +84,7 @@ _STAY: dict[str, tuple[str, ...]] = {
 }
 
 
+@naming_arguments()
 def bfloat16_params(
     inner: optax.GradientTransformation,
     *,
@@ -182,7 +183,11 @@ def bfloat16_params(
             masters = jax.tree.map(_widened, params)
         grads = jax.tree.map(_widened_beside, updates, params)
         before = jax.tree.map(_widened_moment, state.inner_state)
-        steps, after = inner.update(grads, before, masters, **extra)
+
+        def update_inner(grads):
+            return inner.update(grads, before, masters, **extra)
+
+        steps, after = update_with_average(update_inner, grads)
         count = state.count + jnp.uint32(1)
         noise = _Noise(seed, count, params)
 
@@ -214,6 +219,7 @@ def bfloat16_params(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+@naming_arguments()
 def master_params(params: Any, state: Any) -> Any:
     """Returns the float32 parameters of which `params` are the rounded ones.
 
@@ -229,6 +235,7 @@ def master_params(params: Any, state: Any) -> Any:
       A pytree like `params`, its bfloat16 leaves in float32.
 
     Raises:
+      TypeError: if `state` is an optimizer.
       ValueError: if `state` has lower bits of a parameter that is not in `params`, or
         if the two are swapped.
 
@@ -246,6 +253,11 @@ def master_params(params: Any, state: Any) -> Any:
         raise ValueError(
             f"params must come first, got {describe(params)} with the state of an "
             "optimizer in it. The order is jls.master_params(params, opt_state)."
+        )
+    if _validate.is_transformation(state):
+        raise TypeError(
+            f"state must be what the optimizer keeps, got {describe(state)}. Write "
+            "jls.master_params(params, opt_state)."
         )
     flat, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_variable)
     rests: dict[Any, Any] = {}

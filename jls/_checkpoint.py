@@ -35,7 +35,7 @@ from jls._nnx import is_variable, read_variables, unbox
 from jls._placement import copy_like, own_buffers, place_like, place_on_all
 from jls._state import find, how_to_nest, is_scaler_state, is_wrapper_state
 from jls._step import wrapper_of
-from jls._text import at, join, listed, path_name
+from jls._text import at, describe, join, listed, naming_arguments, path_name
 from jls._tree import (
     common_dtype,
     difference,
@@ -86,6 +86,7 @@ _RANGES = {
 }
 
 
+@naming_arguments()
 def wrap_state(
     optimizer: optax.GradientTransformation,
     inner_state: Any,
@@ -122,6 +123,11 @@ def wrap_state(
       >>> opt_state.inner_state[0].trace["w"], jls.loss_scale(opt_state)
       (Array([1., 1.], dtype=float32), Array(1024., dtype=float32))
     """
+    if not _validate.is_transformation(optimizer):
+        raise TypeError(
+            "optimizer must be made by jls.loss_scaled or jls.skip_nonfinite, got "
+            f"{describe(optimizer)}. The order is {_WRAPPING}."
+        )
     if not wrapper_of(optimizer):
         raise TypeError(
             "optimizer must be made by jls.loss_scaled or jls.skip_nonfinite, got "
@@ -132,7 +138,13 @@ def wrap_state(
     if params is None:
         raise TypeError(
             "params must be the parameters, as for optimizer.init, got none. Write "
-            "jls.wrap_state(optimizer, inner_state, params)."
+            f"{_WRAPPING}."
+        )
+    if is_wrapper_state(inner_state):
+        raise ValueError(
+            "inner_state must be the state of the optimizer that was wrapped, got the "
+            "state of one that is wrapped already. Go on from it as it is; of an older "
+            "jls, jls.upgrade_state(optimizer.init(params), inner_state)."
         )
     state: Any = optimizer.init(params)
     write = how_to_nest(inner_state)
@@ -147,8 +159,8 @@ def wrap_state(
         raise ValueError(
             "inner_state must be the state of the optimizer that was wrapped, in "
             f"structure, shapes and dtypes, but {how}. Wrap the same optimizer, and "
-            "pass the parameters that it had: jls.wrap_state(optimizer, inner_state, "
-            "params). Other cases: docs/questions/checkpoints.md."
+            f"pass the parameters that it had: {_WRAPPING}. Other cases: "
+            "docs/questions/checkpoints.md."
         )
 
     def place(value, like):
@@ -158,6 +170,9 @@ def wrap_state(
     placed = jax.tree.map(place, inner_state, state.inner_state)
     owned = own_buffers(placed, (inner_state, params))
     return place_on_all(state._replace(inner_state=owned), params, scalars=True)
+
+
+_WRAPPING = "jls.wrap_state(optimizer, inner_state, params)"
 
 
 def unwrap_state(state: Any) -> Any:
@@ -199,6 +214,7 @@ def unwrap_state(state: Any) -> Any:
     )
 
 
+@naming_arguments()
 def upgrade_state(target: State, saved: Any, params: Any = None) -> State:
     """Returns a state that an older jls saved, converted to this version.
 
@@ -305,7 +321,7 @@ def _upgrade(
         raise ValueError(
             f"saved must have {kind_of(target)} {format_path(path)}, as target "
             f"has, got {kind_of(saved)}. "
-            f"{_OTHER if is_array(saved) else _NO_TREE}"
+            f"{_how_to_read(saved)}"
         )
     is_of_scaler = is_scaler_state(target)
     if is_of_scaler and _starts_anew(target, saved, parts):
@@ -484,10 +500,18 @@ def _check_names(
 
 _OTHER = "Make target with the optimizer and the parameters that were saved."
 _NAMES = 8  # in a list: a state of jls has more fields than three
-_NO_TREE = (
-    "Pass nested dicts, lists and arrays; for an object, "
-    "flax.serialization.to_state_dict(object)."
-)
+
+
+def _how_to_read(saved: Any) -> str:
+    """What to write for a part that has no parts."""
+    if is_array(saved):
+        return _OTHER
+    if isinstance(saved, bytes):
+        return "Pass what is in them: flax.serialization.msgpack_restore(saved)."
+    return (
+        "Pass nested dicts, lists and arrays; for an object, "
+        "flax.serialization.to_state_dict(object)."
+    )
 
 
 def _restored_leaf(target: Any, saved: Any, path: tuple[str, ...]) -> Any:

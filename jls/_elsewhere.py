@@ -45,5 +45,8 @@ def attribute_error(module: str, name: str) -> AttributeError:
         return AttributeError(f"{message}: {write[0]}.")
     if module == "jls" and name in dir(sys.modules["jls.types"]):
         return AttributeError(f"{message}. Write jls.types.{name}.")
-    meant = _MEANT.get(name.lower()) or nearest(name, dir(sys.modules[module]))
+    names = dir(sys.modules[module])
+    meant = _MEANT.get(name.lower()) or nearest(name, names)
+    if module == "jls.presets" and not meant and not name.startswith("_"):
+        meant = f"There are {', '.join(names)}."
     return AttributeError(f"{message}. {meant}" if meant else message)

@@ -22,6 +22,7 @@ from jax.typing import ArrayLike
 
 from jls import _validate
 from jls._nnx import read_variables
+from jls._notes import note
 from jls._placement import own_buffers
 from jls._scalers.rule import count_up
 from jls._state import find
@@ -130,6 +131,7 @@ def params_ema(
             moved = jnp.where(rate == 1, new, moved)  # exactly, whatever `old` is
             return jnp.where(jnp.isfinite(new), moved, old)
 
+        note("averaged", jax.tree_util.tree_flatten_with_path(updates)[0])
         new_state = ParamsEmaState(
             count=count_up(state.count),
             weight=weight,
@@ -144,6 +146,7 @@ def _is_average(node: Any) -> bool:
     return isinstance(node, ParamsEmaState)
 
 
+@naming_arguments()
 def eval_params(state: Any) -> Any:
     """Returns the averaged parameters that a `jls.params_ema` in `state` keeps.
 

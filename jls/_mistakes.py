@@ -17,8 +17,8 @@ import numpy as np
 from jax.core import Tracer
 
 from jls._nnx import has_variables, modules_in
-from jls._notes import note
-from jls._program.jaxprs import is_argument_of_jit
+from jls._notes import note, noted
+from jls._program.jaxprs import is_argument_of_jit, is_literal
 from jls._state import (
     find,
     find_scaler_states,
@@ -115,8 +115,11 @@ def check_positions(
         )
 
 
-def scaler_state_first(state: Any, args: tuple[Any, ...]) -> Any:
-    """The one scaler state in `state`, or an error that says what comes first."""
+def scaler_state_first(state: Any, args: tuple[Any, ...], name: str) -> Any:
+    """The one scaler state in `state`, or an error that says what comes first.
+
+    `name` is that of the function that needs it.
+    """
     try:
         return scaler_state_in(state)
     except ValueError:
@@ -134,7 +137,7 @@ def scaler_state_first(state: Any, args: tuple[Any, ...]) -> Any:
         state,
         "First comes a ScalerState, or the state of an optimizer made by "
         "jls.loss_scaled or jls.skip_nonfinite: "
-        "jls.value_and_grad(loss_fn)(opt_state, params, batch).",
+        f"jls.{name}(loss_fn)(opt_state, params, batch).",
     )
 
 
@@ -390,6 +393,64 @@ def check_value(value: Any) -> None:
             f"value must be the true loss, a scalar of shape (), got shape "
             f"{jnp.shape(value)}. Reduce it in float32."
         )
+
+
+def update_with_average(
+    update: Callable[[Any], tuple[Any, Any]], grads: Any
+) -> tuple[Any, Any]:
+    """`update(grads)`; warns of a `jls.params_ema` in it that is not the last.
+
+    Args:
+      update: makes updates and a state of gradients.
+      grads: the gradients.
+    """
+    with noted("averaged", apart=True) as seen:
+        updates, state = update(grads)
+    if seen and _are_changed(lambda grads: update(grads)[0], grads, updates, seen):
+        warn(
+            "a jls.params_ema is followed by a transformation that changes the "
+            "updates, so it averages parameters that no step has. Put it last: "
+            "optax.chain(inner, jls.params_ema(decay))."
+        )
+    return updates, state
+
+
+def _are_changed(
+    update: Callable[[Any], Any], grads: Any, updates: Any, seen: list[Any]
+) -> bool:
+    """Whether an update is another one than a transformation inside has seen."""
+    if all(x is y for x, y in _at_the_same_paths(updates, seen)):
+        return False  # without the time to trace it once more
+    if not any(isinstance(x, Tracer) for x in jax.tree.leaves(grads)):
+        return False  # one that runs operation by operation: not in each step
+
+    def both(grads):
+        with noted("averaged", apart=True) as again:
+            updates = update(grads)
+        return [*zip(*_at_the_same_paths(updates, again), strict=True)]
+
+    with warnings.catch_warnings(), noted("stored", apart=True):
+        warnings.simplefilter("ignore", JlsWarning)  # given where the step is taken
+        with noted("update", apart=True):
+            try:
+                jaxpr = jax.make_jaxpr(both)(grads).jaxpr
+            except jax.errors.UnexpectedTracerError:
+                return False  # what was seen is inside of a loop or a branch
+    here = {*jaxpr.invars, *(x for one in jaxpr.eqns for x in one.outvars)}
+    half = len(jaxpr.outvars) // 2
+    pairs = zip(jaxpr.outvars[:half], jaxpr.outvars[half:], strict=True)
+    return any(x is not y and not is_literal(x) and x in here for x, y in pairs)
+
+
+def _at_the_same_paths(updates: Any, seen: list[Any]) -> list[tuple[Any, Any]]:
+    """The floating-point updates that were seen, and those that came of them."""
+    flat = dict(jax.tree_util.tree_flatten_with_path(updates)[0])
+    return [
+        (x, flat[path])
+        for pairs in seen
+        for path, x in pairs
+        if path in flat and is_inexact(x) and is_inexact(flat[path])
+    ]
 
 
 def is_read(fun: Callable[[Any], Any], value: Any) -> bool:

@@ -14,9 +14,18 @@ from typing import Any, Literal
 # A wrapper that `init` was called of; a call of a wrapper's update; a result of
 # `jls.scale`; a step that runs operation by operation. The parameters that `init` of a
 # `jls.bfloat16_params` was given; the updates that it made of bfloat16 ones, with their
-# paths. And, told to what runs inside, arrays that were widened from bfloat16.
+# paths; those that a `jls.params_ema` has seen. That a loss follows its parameters.
+# And, told to what runs inside, arrays that were widened from bfloat16.
 Kind = Literal[
-    "wrapper", "update", "scaled", "eager step", "bfloat16", "stored", "widened"
+    "wrapper",
+    "update",
+    "scaled",
+    "eager step",
+    "bfloat16",
+    "stored",
+    "averaged",
+    "follows",
+    "widened",
 ]
 
 _LISTENERS: contextvars.ContextVar[tuple[tuple[Kind, list[Any]], ...]]

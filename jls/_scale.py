@@ -228,6 +228,17 @@ def value_and_grad(
       Micikevicius et al., Mixed Precision Training, ICLR 2018, arXiv:1710.03740,
       section 3.2.
     """
+    return _with_loss_scale("value_and_grad", fun, argnums, has_aux, transform)
+
+
+def _with_loss_scale(
+    name: str,
+    fun: Callable[..., Any],
+    argnums: Any,
+    has_aux: bool,
+    transform: Callable[..., Any],
+) -> Callable[..., Any]:
+    """What `value_and_grad` returns; `name` is what the user has called."""
     _validate.function("fun", fun)
     _mistakes.check_loss_function("fun", fun)
     _validate.function("transform", transform)
@@ -239,7 +250,7 @@ def value_and_grad(
     def with_loss_scale(state=_mistakes.NOT_GIVEN, /, *args, **kwargs):
         is_jax = transform is jax.value_and_grad
         _mistakes.check_positions(state, args, kwargs, argnums if is_jax else ())
-        scaler_state = _mistakes.scaler_state_first(state, args)
+        scaler_state = _mistakes.scaler_state_first(state, args, name)
         for found in wrappers_in(state):
             found.inside()
         if is_jax:
@@ -289,7 +300,7 @@ def differentiate(
         _mistakes.warn_of_scaled_loss(loss, made)
         # The true loss travels as aux: scaled and divided again it would be NaN
         # whenever the scaled one overflows.
-        return _scaled(scaler_state, loss), (loss, aux)
+        return _noting(_scaled(scaler_state, loss)), (loss, aux)
 
     options = {} if argnums == 0 else {"argnums": argnums}
     differentiated = transform(scaled, has_aux=True, **options)
@@ -331,7 +342,7 @@ def grad(
       >>> jls.grad(lambda w: jnp.sum(w**2))(state, jnp.arange(3.0))
       Array([0., 2., 4.], dtype=float32)
     """
-    with_value = value_and_grad(fun, argnums, has_aux, transform=transform)
+    with_value = _with_loss_scale("grad", fun, argnums, has_aux, transform)
 
     @_rename_like(fun)
     def with_loss_scale(state=_mistakes.NOT_GIVEN, /, *args, **kwargs):
@@ -339,6 +350,19 @@ def grad(
         return (grads, value[1]) if has_aux else grads
 
     return with_loss_scale
+
+
+@jax.custom_jvp
+def _noting(scaled: Any) -> Any:
+    """The loss; notes if it follows what is differentiated."""
+    return scaled
+
+
+@_noting.defjvp
+def _noting_derivative(primals, tangents):
+    # JAX asks for no derivative of what does not follow.
+    note("follows")
+    return *primals, *tangents
 
 
 def _rename_like(fun: Callable[..., Any]) -> Callable[..., Any]:

@@ -39,13 +39,15 @@ from jls._scalers.rule import count_up, f32, switch
 from jls._text import naming_arguments
 from jls._types import SIGNALS, SpikePolicy, SpikeState
 
+_BUDGET = 4  # without one
+
 
 @naming_arguments(threshold="sigmas", max_grad_norm="max_norm")
 def spikes(
     *,
     window: int = 128,
     sigmas: float = 6.0,
-    budget: float | None = 4,
+    budget: float | None = _BUDGET,
     warmup: int | None = None,
     max_norm: float | None = None,
 ) -> SpikePolicy[SpikeState]:
@@ -70,10 +72,11 @@ def spikes(
       sigmas: > 0 and finite. The deviation counts as at least a 512th of the mean. No
         steady signal exceeds its own mean by 6 deviations in more than 1 of 37 steps,
         whatever its distribution (Cantelli's inequality: 1 / (1 + sigmas**2)).
-      budget: >= 1, how many steps may be skipped at once; as many again for each
-        window. When it is spent, spikes are let through and enter the window. 0 skips
-        nothing and only counts; it misses more of a burst, since what is let through
-        raises the limit. None has no bound: a lasting rise then freezes the run.
+      budget: from 1 to `window`, or 4 if that is more: how many steps may be skipped at
+        once; as many again for each window. When it is spent, spikes are let through
+        and enter the window. 0 skips nothing and only counts; it misses more of a
+        burst, since what is let through raises the limit. None has no bound: a lasting
+        rise then freezes the run.
       warmup: from 2 to `window`, how many values there must be before one is judged.
         None is `max(2, window // 2)`.
       max_norm: > 0, a norm above it is a spike, from the first step on. None has no
@@ -101,7 +104,7 @@ def spikes(
       Array(1, dtype=int32)
     """
     window = _validate.host_interval("window", window, 2)
-    allowed = _budget(budget)
+    allowed = _budget(budget, window)
     return SpikePolicy(
         start(window, allowed),
         Partial(
@@ -278,13 +281,19 @@ def _is_none(bound: Any) -> bool:
     return bound is None or (_validate.is_real(bound) and bound == math.inf)
 
 
-def _budget(budget: Any) -> Any:
+def _budget(budget: Any, window: int) -> Any:
     if _is_none(budget):
         return math.inf
     rule = "0, or >= 1, or None"
     number = _validate.number("budget", budget, rule, 0.0, _validate.LARGEST)
     if not _validate.is_unchecked(number) and 0 < number < 1:
         raise ValueError(f"budget must be {rule}, got {budget!r}.")
+    if not _validate.is_unchecked(number) and number > max(window, _BUDGET):
+        # It would come back faster than it is spent.
+        raise ValueError(
+            f"budget must be at most window, {window}, or None for no bound, got "
+            f"{budget!r}. It comes back once in each window: write budget={_BUDGET}."
+        )
     return number
 
 

@@ -18,8 +18,8 @@ from jax.typing import ArrayLike
 from jls import _validate
 from jls._nnx import is_optimizer, is_variable, read_variables
 from jls._placement import place_like
-from jls._text import at, describe, join, listed, path_name, quoted
-from jls._types import Bfloat16ParamsState, LossScaledState, StaticState
+from jls._text import at, describe, join, listed, naming_arguments, path_name, quoted
+from jls._types import Bfloat16ParamsState, LossScaledState, StaticState, StepReport
 
 State = TypeVar("State")
 
@@ -313,6 +313,7 @@ def loss_scale(state: Any) -> Array:
 # Set.
 
 
+@naming_arguments()
 def set_loss_scale(state: State, value: ArrayLike) -> State:
     """Returns `state` with the loss scale set by hand and its counts restarted at 0.
 
@@ -329,7 +330,7 @@ def set_loss_scale(state: State, value: ArrayLike) -> State:
       A state like `state`. An `nnx.Optimizer` is changed in place and returned.
 
     Raises:
-      TypeError: if `value` is not a real number.
+      TypeError: if `value` is not a real number, or `state` is a report.
       ValueError: if it has another shape or is out of range, or if `state` carries no
         loss scale, or several. Traced values are not checked.
 
@@ -342,6 +343,11 @@ def set_loss_scale(state: State, value: ArrayLike) -> State:
         raise TypeError(
             f"state must come first, got {describe(state)} before "
             f"{describe(value)}. The order is jls.set_loss_scale(state, value)."
+        )
+    if isinstance(state, StepReport):
+        raise TypeError(
+            "state must be the state of the optimizer, got StepReport, which goes into "
+            "no step. Write opt_state = jls.set_loss_scale(opt_state, value)."
         )
     new_scale = check_scale(value)
     # One, or an error, before anything changes.

@@ -46,6 +46,7 @@ from jls._mistakes import (
     foreign_state_named,
     is_of_optax,
     is_read,
+    update_with_average,
     value_among,
     warn,
     warn_of_narrowed,
@@ -87,6 +88,7 @@ from jls._tree import (
     inf_if_too_large,
     is_array,
     is_extended,
+    is_flag,
     is_inexact,
     is_key,
     is_narrow,
@@ -262,7 +264,7 @@ def update_and_apply(
         return optimizer.update(grads, state, params, **extra)
 
     with noted("stored") as made, _bare_optimizer_named(wrappers):
-        updates, new_state = update(grads)
+        updates, new_state = update_with_average(update, grads)
     if made:
         _warn_of_changed(update, grads, updates, made)
     new_params = apply_updates(params, updates)
@@ -404,6 +406,7 @@ def _take_apart(
     extra |= value_among(extra)
     check_value(extra.get("value"))
     floats, remainder = partition(updates)
+    _check_no_loss_in(updates, params)
     _check_count(len(floats), state)
     targets = _targets(params, remainder)
     check_shapes(floats, targets, updates)
@@ -534,7 +537,7 @@ def _inner_step(
 
         named = foreign_state_named(inner.init, inner_state, params, grads)
         with noted("stored") as made, named:
-            updates, new = update(grads)
+            updates, new = update_with_average(update, grads)
         if made:
             _warn_of_changed(update, grads, updates, made)
         name, integers = "the inner optimizer's", step.integers
@@ -645,11 +648,24 @@ def _query_spike_policy(
     signals = jnp.stack([jnp.asarray(x).astype(jnp.float32) for x in signals])
     signals = agree_on_max(lax.stop_gradient(signals), wrapper.axis_name)
     loss = signals[1] if signals.size > 1 else None
-    new, skip = policy.judge(old, loss, signals[0])
+    new, skip = _judgement(policy.judge(old, loss, signals[0]))
     name = "the spike policy's"
     skip = as_flag(f"{name} skip", skip)
     new = cast_like(f"{name} state", new, old)
     return new, observed.is_finite & skip
+
+
+def _judgement(result: Any) -> tuple[Any, Any]:
+    """What a spike policy returned: its next state, and whether to skip."""
+    if isinstance(result, tuple | list) and len(result) == 2 and is_flag(result[1]):
+        return result[0], result[1]
+    got = describe(result)
+    if isinstance(result, tuple):
+        got = f"({', '.join(map(describe, result))})"
+    raise TypeError(
+        "the spike policy's judge must return its next state and whether to skip, one "
+        f"boolean, got {got}. Write return state, skip."
+    )
 
 
 def _updates_finite(step: _Step, updates: optax.Updates, inner_state: Any) -> Array:
@@ -899,6 +915,20 @@ def _check_scale(loss_scale: Any) -> None:
             "returns without a cast: a cast of the whole tree takes the loss scale "
             "along. A state that was saved so: "
             "jls.upgrade_state(optimizer.init(params), saved)."
+        )
+
+
+def _check_no_loss_in(updates: Any, params: Any) -> None:
+    """Raises for the pair of loss and gradients in the place of the gradients."""
+    structure, is_pair = jax.tree.structure, type(updates) is tuple
+    if not is_pair or len(updates) != 2 or params is None:
+        return
+    wanted = structure(params)
+    if structure(updates) != wanted and structure(updates[1]) == wanted:
+        raise ValueError(
+            "updates must be the gradients alone, got a pair. Write loss, grads = "
+            "jls.value_and_grad(loss_fn)(opt_state, params, batch), then "
+            "optimizer.update(grads, opt_state, params, value=loss)."
         )
 
 

@@ -114,8 +114,8 @@ def nearest(name: str, names: Iterable[str]) -> str:
 def naming_arguments(**meant: str) -> Callable[[FunctionT], FunctionT]:
     """A decorator: an unknown keyword argument is an error with the name here.
 
-    So is a call without the first argument, as in `@jls.autocast(dtype=half)`, and one
-    by position of what has to be named.
+    So is a call without an argument, as in `@jls.autocast(dtype=half)`, and one by
+    position of what has to be named.
 
     Args:
       **meant: the argument that one of another name is, where no name is near.
@@ -123,27 +123,32 @@ def naming_arguments(**meant: str) -> Callable[[FunctionT], FunctionT]:
 
     def decorate(function: Any) -> Any:
         names = inspect.signature(function).parameters
-        leading = next(iter(names.values()))
-        are_named = leading.kind is leading.KEYWORD_ONLY
+        kinds = {name: parameter.kind for name, parameter in names.items()}
+        by_position = [n for n, kind in kinds.items() if kind in _BY_POSITION]
+        is_open = inspect.Parameter.VAR_POSITIONAL in kinds.values()
+        takes_any = inspect.Parameter.VAR_KEYWORD in kinds.values()
+        required = [n for n in by_position if names[n].default is names[n].empty]
+        own = f"{_folder(function)}.{function.__name__}"
+        for name in names:
+            _TAKEN_BY.setdefault(name, []).append(own)
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            for name in kwargs.keys() - names:
+            unknown = () if takes_any else kwargs.keys() - names
+            for name in unknown:
                 near = [meant[name]] if name in meant else []
                 near = near or difflib.get_close_matches(name, list(names), 1)
-                question = f"Did you mean {near[0]}=? " if near else ""
+                question = f"Did you mean {near[0]}=? " if near else _taken_by(name)
                 raise TypeError(
                     f"{function.__name__} takes no argument {name}=. {question}It "
                     f"takes {', '.join(names)}."
                 )
-            if args and are_named:
-                raise TypeError(
-                    f"{function.__name__} takes its arguments by name: "
-                    f"{', '.join(f'{name}=' for name in names)}."
-                )
-            is_first_given = args or leading.name in kwargs
-            if not is_first_given and leading.default is leading.empty:
-                raise TypeError(_without_first(function, leading.name, kwargs))
+            if len(args) > len(by_position) and not is_open:
+                raise TypeError(_by_name(function, by_position, list(names), args))
+            given = {*by_position[: len(args)], *kwargs}
+            missing = [name for name in required if name not in given]
+            if missing:
+                raise TypeError(_without(own, missing, required, kwargs))
             return function(*args, **kwargs)
 
         return call
@@ -151,13 +156,55 @@ def naming_arguments(**meant: str) -> Callable[[FunctionT], FunctionT]:
     return decorate
 
 
-def _without_first(function: Any, leading: str, kwargs: Mapping[str, Any]) -> str:
-    folder = "jls.presets" if function.__module__ == "jls.presets" else "jls"
-    name, given = f"{folder}.{function.__name__}", [f"{name}=..." for name in kwargs]
-    message = f"{leading} must be given: {name}({', '.join([leading, *given])})."
-    if leading not in ("fun", "loss_fn"):
+_BY_POSITION = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+)
+# Of each argument the functions that take it, as far as they are imported.
+_TAKEN_BY: dict[str, list[str]] = {}
+
+
+def _folder(function: Any) -> str:
+    return "jls.presets" if function.__module__ == "jls.presets" else "jls"
+
+
+def _taken_by(name: str) -> str:
+    """A sentence with the functions that take an argument; "" if none does."""
+    takers = [x for x in _TAKEN_BY.get(name, []) if "presets" not in x]
+    if not takers:
+        return ""
+    return f"It is an argument of {' and '.join(takers)}. "
+
+
+def _by_name(
+    function: Any, by_position: list[str], names: list[str], args: Sequence[Any]
+) -> str:
+    others = ", ".join(f"{name}=" for name in names if name not in by_position)
+    if not by_position:
+        return f"{function.__name__} takes its arguments by name: {others}."
+    message = (
+        f"{function.__name__} takes {', '.join(by_position)} by position, got "
+        f"{len(args)} arguments."
+    )
+    if by_position[0] in _FUNCTIONS:
+        return f"{message} Those of {by_position[0]} go to what is returned."
+    return f"{message} By name it takes {others}." if others else message
+
+
+_FUNCTIONS = "fun", "loss_fn"  # what a decorator takes
+
+
+def _without(
+    own: str, missing: list[str], required: list[str], kwargs: Mapping[str, Any]
+) -> str:
+    given = [f"{name}=..." for name in kwargs if name not in required]
+    call = f"{own}({', '.join([*required, *given])})"
+    *others, last = missing
+    what = f"{', '.join(others)} and {last}" if others else last
+    message = f"{what} must be given: {call}."
+    if missing != required or required[0] not in _FUNCTIONS:
         return message
-    return f"{message} A decorator is @functools.partial({', '.join([name, *given])})."
+    return f"{message} A decorator is @functools.partial({', '.join([own, *given])})."
 
 
 def no_field(self: Any, name: str) -> Any:
@@ -169,6 +216,8 @@ def no_field(self: Any, name: str) -> Any:
     message = f"{kind!r} object has no attribute {name!r}"
     if (kind, name) in _FIELDS_ELSEWHERE:
         raise AttributeError(f"{message}. {_FIELDS_ELSEWHERE[kind, name]}")
+    if not (name.startswith("_") or nearest(name, self._fields)):
+        message = f"{message}. It has {', '.join(self._fields)}."
     raise AttributeError(message, name=name, obj=self)
 
 
@@ -183,6 +232,10 @@ def no_key(self: Any, key: Any) -> Any:
     return tuple.__getitem__(self, key)
 
 
+_APPLY = (
+    "Write params, opt_state, report = jls.apply_gradients(optimizer, grads, opt_state,"
+    " params, value=loss)."
+)
 # What other libraries, or other records of jls, call a field.
 _FIELDS_ELSEWHERE = {
     ("StepReport", "grad_norm"): "Did you mean global_norm?",
@@ -192,8 +245,18 @@ _FIELDS_ELSEWHERE = {
     ("LossScaledState", "loss_scale"): "Write jls.loss_scale(opt_state).",
     ("LossScaledState", "scale"): "Write jls.loss_scale(opt_state).",
     ("LossScaledState", "skipped"): "Did you mean ~opt_state.applied, or skips?",
-    ("LossScaledState", "count"): "Write optax.tree.get(opt_state, 'count').",
+    ("LossScaledTransformation", "step"): _APPLY,
+    ("LossScaledTransformation", "apply"): _APPLY,
+    ("LossScaledTransformation", "apply_gradients"): _APPLY,
     ("ScalerState", "scale"): "Did you mean loss_scale?",
+    ("StaticState", "scale"): "Did you mean loss_scale?",
+    ("Health", "ok"): "Write if health, or health.verdict.",
+    ("Health", "message"): "Did you mean sentence?",
+    ("StepCheck", "passed"): "Did you mean ok?",
+    ("Why", "line"): "Write why.births[0].place.line.",
+    ("Difference", "line"): "Write difference.birth.a.line, or .b.line.",
+    ("Calibration", "scale"): "Did you mean init_scale?",
+    ("Calibration", "loss_scale"): "Did you mean init_scale?",
 }
 
 

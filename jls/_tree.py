@@ -15,7 +15,7 @@ from jax.core import ShapedArray, Tracer
 from jax.typing import ArrayLike
 
 from jls._nnx import is_variable, read_variables
-from jls._text import an, at, describe, join, path_name, path_names
+from jls._text import an, at, describe, join, naming_arguments, path_name, path_names
 
 Tree = TypeVar("Tree")
 
@@ -416,15 +416,20 @@ def kind_of(tree: Any) -> str:
 # Select.
 
 
-def as_flag(name: str, flag: Any) -> Array:
+def is_flag(value: Any) -> bool:
+    """Whether it is a boolean, or an array of them."""
+    return isinstance(value, bool) or getattr(value, "dtype", None) == jnp.bool_
+
+
+def as_flag(name: str, flag: Any, write: str = "") -> Array:
     """`flag` as `bool[]`, or an error that says what it should have been."""
     if isinstance(flag, bool):
         return jnp.asarray(flag)
     shape = getattr(flag, "shape", None)
-    if getattr(flag, "dtype", None) != jnp.bool_:
+    if not is_flag(flag):
         raise TypeError(
             f"{name} must be one boolean, got {describe(flag)}. jls.all_finite(grads) "
-            "makes one."
+            f"makes one.{write}"
         )
     if shape != ():
         raise ValueError(
@@ -434,6 +439,7 @@ def as_flag(name: str, flag: Any) -> Array:
     return jnp.asarray(flag)
 
 
+@naming_arguments()
 def select(pred: ArrayLike, on_true: Tree, on_false: Tree) -> Tree:
     """Returns `on_true` where `pred`, else `on_false`, bit for bit.
 
@@ -461,7 +467,7 @@ def select(pred: ArrayLike, on_true: Tree, on_false: Tree) -> Tree:
       >>> jls.select(jls.all_finite(new), new, old)
       {'mean': Array([0., 0.], dtype=float32)}
     """
-    flag = as_flag("pred", pred)
+    flag = as_flag("pred", pred, " The order is jls.select(pred, on_true, on_false).")
     paths, structure = jax.tree_util.tree_flatten_with_path(on_true)
     others, other_structure = jax.tree.flatten(on_false)
     if structure != other_structure:

@@ -107,6 +107,9 @@ class StaticState(NamedTuple):
       StaticState(loss_scale=128)
     """
 
+    if not TYPE_CHECKING:  # which knows the fields
+        __getattr__ = no_field
+
     loss_scale: Array  # f32[]
 
     __repr__ = format_state

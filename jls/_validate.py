@@ -47,7 +47,7 @@ def number(name: str, value: Any, rule: str, low: float, high: float) -> Any:
     if not is_real(value):
         raise TypeError(
             f"{name} must be a real number, got {describe(value)}."
-            f"{field_meant(value, 'init_scale')}{_optimizer_meant(value)}"
+            f"{field_meant(value, 'init_scale')}{_optimizer_meant(name, value)}"
         )
     try:
         exact = float(value)
@@ -66,10 +66,18 @@ def field_meant(value: Any, name: str) -> str:
     return f" Pass its field: result.{name}." if is_result else ""
 
 
-def _optimizer_meant(value: Any) -> str:
-    """The sentence for an optimizer in the place of a number of a scaler."""
-    is_optimizer = isinstance(value, optax.GradientTransformation)
-    return " Write jls.loss_scaled(optimizer, scaler)." if is_optimizer else ""
+def _optimizer_meant(name: str, value: Any) -> str:
+    """The sentence for an optimizer in the place of a number."""
+    if not isinstance(value, optax.GradientTransformation):
+        return ""
+    if name == "learning_rate":
+        return (
+            " It is what the report shows: a schedule or a number. The optimizer comes "
+            "second: jls.train_step(loss_fn, jls.loss_scaled(optimizer))."
+        )
+    if name == "decay":
+        return " Write optax.chain(optimizer, jls.params_ema(decay))."
+    return " Write jls.loss_scaled(optimizer, scaler)."
 
 
 def host_number(name: str, value: Any, rule: str, low: float, high: float) -> float:
@@ -138,7 +146,9 @@ def float_dtype(name: str, value: Any) -> np.dtype:
 
 def function(name: str, value: Any) -> None:
     if not callable(value):
-        raise TypeError(f"{name} must be a function, got {describe(value)}.")
+        raise TypeError(
+            f"{name} must be a function, got {describe(value)}.{_call_meant(value)}"
+        )
     if isinstance(value, type):
         raise TypeError(f"{name} must be a function, got the class {value.__name__}.")
     if all(hasattr(value, method) for method in ("bind", "apply", "lazy_init")):
@@ -146,6 +156,18 @@ def function(name: str, value: Any) -> None:
             f"{name} must be a function, got the Linen module {type(value).__name__}, "
             "which is called by its apply. Pass a function that calls that."
         )
+
+
+def _call_meant(value: Any) -> str:
+    """The sentence for what a function has returned in the place of the function."""
+    if is_transformation(value):
+        return ""
+    if hasattr(value, "apply"):  # of Haiku
+        return " Pass a function of the parameters and the batch that calls its apply."
+    arrays, trees = jax.Array | np.ndarray, tuple | list | dict
+    leaves = jax.tree.leaves(value) if isinstance(value, arrays | trees) else []
+    is_result = leaves and all(isinstance(leaf, arrays) for leaf in leaves)
+    return " Pass the function itself, without calling it." if is_result else ""
 
 
 def signature_of(function: Any) -> inspect.Signature | None:

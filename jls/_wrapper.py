@@ -12,8 +12,9 @@ Differs from `optax.apply_if_finite` in:
 """
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any, Protocol
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,6 @@ import optax
 
 from jls import _validate
 from jls._devices import AxisName, check_axis_name
-from jls._ema import ParamsEmaState
 from jls._mistakes import check_no_state, warn
 from jls._notes import note, noted
 from jls._placement import own_buffers, place_on_all
@@ -40,10 +40,11 @@ from jls._text import (
     first,
     listed,
     naming_arguments,
+    no_field,
     path_name,
     quoted,
 )
-from jls._tree import is_inexact, is_leaf, one_level
+from jls._tree import is_inexact
 from jls._types import FIELDS, LossScaledState, LossScaler, SpikePolicy
 from jls._unguarded import follow
 
@@ -60,6 +61,9 @@ class LossScaledTransformation(optax.GradientTransformationExtraArgs):
       >>> isinstance(optimizer, optax.GradientTransformation)
       True
     """
+
+    if not TYPE_CHECKING:  # which knows the fields
+        __getattr__ = no_field
 
     # The same two fields, with narrower types.
     init: _InitFn  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -138,11 +142,11 @@ def loss_scaled(
 
     Warns:
       JlsWarning: at `init`, if a parameter that moves is float16, or bfloat16 in a part
-        without a `jls.bfloat16_params`, or if a `jls.params_ema` in a chain of `inner`
-        is followed by a transformation with arrays in its state; at `update`, when
-        traced, if the updates of a `jls.bfloat16_params` are changed after it, if it
-        gets float16 gradients of wider parameters, and once for each extra argument of
-        another name that `inner` does not compute with.
+        without a `jls.bfloat16_params`, or is among Flax's batch statistics; at
+        `update`, when traced, if the updates of a `jls.bfloat16_params` are changed
+        after it, or those that a `jls.params_ema` has seen, if it gets float16
+        gradients of wider parameters, and once for each extra argument of another name
+        that `inner` does not compute with.
 
     Example:
       >>> optimizer = jls.loss_scaled(optax.sgd(1.0), jls.dynamic(1024.0))
@@ -159,14 +163,22 @@ def loss_scaled(
         of_ours = f"static({scaler!r})" if _validate.is_real(scaler) else "dynamic()"
         raise TypeError(
             f"scaler must be a jls.types.LossScaler, e.g. jls.{of_ours}, got "
-            f"{describe(scaler)}."
+            f"{describe(scaler)}.{_meant(scaler)}"
         )
     check_updates = _validate.flag("check_updates", check_updates, allow_none=True)
     if spikes is not None and not isinstance(spikes, SpikePolicy):
         raise TypeError(
             "spikes must be a jls.types.SpikePolicy, e.g. jls.spikes(), or None, got "
-            f"{describe(spikes)}."
+            f"{describe(spikes)}.{_meant(spikes)}"
         )
+    for name, rule in {"scaler": scaler, "spikes": spikes or ()}.items():
+        for field, function in getattr(rule, "_asdict", dict)().items():
+            if not callable(function):
+                write = " Write lambda: state." if field == "init" else ""
+                raise TypeError(
+                    f"{name}.{field} must be a function, got {describe(function)}."
+                    f"{write}"
+                )
     check_axis_name(axis_name)
 
     def init(params):
@@ -198,9 +210,8 @@ def loss_scaled(
             raise ValueError(
                 f"scaler.init must give a float32 loss_scale, got {dtype}."
             )
-        if find(inner_state, _is_average):
-            _warn_of_what_follows_an_average(inner_state)
         _warn_of_half_params(inner, params, inner_state, stored)
+        _warn_of_statistics(inner, params, inner_state)
         count = sum(is_inexact(leaf) for leaf in jax.tree.leaves(params))
         zeros: dict[str, Any] = {
             name: jnp.zeros((), field.dtype)
@@ -266,6 +277,18 @@ def skip_nonfinite(
         check_updates=check_updates,
         spikes=spikes,
     )
+
+
+def _meant(rule: Any) -> str:
+    """The sentence for another argument, or the function that makes the right one."""
+    if isinstance(rule, SpikePolicy):
+        return " Write spikes=policy."
+    if isinstance(rule, LossScaler):
+        return " Write jls.loss_scaled(inner, scaler)."
+    if hasattr(rule, "init_scale"):  # of jls.calibrate
+        return " Write jls.dynamic(result.init_scale)."
+    is_ours = inspect.isfunction(rule) and rule.__module__.startswith("jls.")
+    return f" Call it: {rule.__name__}(...)." if is_ours else ""
 
 
 @contextlib.contextmanager
@@ -335,6 +358,23 @@ def _warn_of_half_params(
             )
 
 
+def _warn_of_statistics(inner: Any, params: Any, inner_state: Any) -> None:
+    """Warns of all variables of a Linen model in the place of the parameters."""
+    if not isinstance(params, Mapping) or not {"params", "batch_stats"} <= {*params}:
+        return
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+    names = [path_name(path) for path, leaf in leaves if is_inexact(leaf)]
+    inside = [name for name in names if name.startswith("batch_stats/")]
+    inside = inside and _that_move(inside, inner, params, inner_state)
+    if inside:
+        warn(
+            "batch statistics are among the parameters, and would move by their "
+            f"gradients{first(inside[0])}. Pass the parameters alone, "
+            'optimizer.init(variables["params"]), and carry the others on: '
+            "jls.train_step(..., carried=True)."
+        )
+
+
 def _that_move(
     names: list[str], inner: Any, params: Any, inner_state: Any
 ) -> list[str]:
@@ -345,43 +385,3 @@ def _that_move(
 
     made = follow(update, params, through_bits=True)
     return [name for name in names if name in made] if made else names
-
-
-def _warn_of_what_follows_an_average(state: Any) -> None:
-    """Warns of a `jls.params_ema` that sees other updates than are applied.
-
-    By the states of chains: one after it has arrays.
-    """
-    children, structure = one_level(state)
-    if is_leaf(structure):
-        return
-    parts = list(children.values())
-    has_average = [bool(find(part, _is_average)) for part in parts]
-    if type(state) is tuple and any(has_average):
-        after = parts[has_average.index(True) + 1 :]
-        if any(jax.tree.leaves(_without_passive(part)) for part in after):
-            warn(
-                "a jls.params_ema is followed by a transformation that changes the "
-                "updates, so it averages parameters that no step has. Put it last: "
-                "optax.chain(inner, jls.params_ema(decay))."
-            )
-            return
-    for part in parts:
-        _warn_of_what_follows_an_average(part)
-
-
-def _is_average(node: Any) -> bool:
-    return isinstance(node, ParamsEmaState)
-
-
-# Of transformations that pass the updates on.
-_PASSIVE = ("ParamsEmaState", "SnapshotState", "MonitorState")
-
-
-def _without_passive(state: Any) -> Any:
-    def is_passive(node):
-        return type(node).__name__ in _PASSIVE
-
-    return jax.tree.map(
-        lambda node: None if is_passive(node) else node, state, is_leaf=is_passive
-    )

@@ -382,7 +382,11 @@ def flax(
     return _dynamic(given, init_scale="scale", min_scale="minimum_scale")
 
 
-@naming_arguments()
+@naming_arguments(
+    loss_scale_window="scale_window",
+    min_loss_scale="min_scale",
+    hysteresis="delayed_shift",
+)
 def deepspeed(
     init_scale: float = 2.0**16,
     scale_factor: float = 2.0,
@@ -401,7 +405,9 @@ def deepspeed(
     the scale stays, and the step is skipped and counted.
 
     Args:
-      init_scale: the first loss scale; 2**initial_scale_power of the configuration.
+      init_scale: the first loss scale, 2**initial_scale_power of the configuration; a
+        float if it is 32 or less: `deepspeed(16)` is an error, and not a loss scale of
+        16.
       scale_factor: > 1; multiplies on a growth and divides on a backoff. DeepSpeed does
         so in float64, so the last bits may differ if it is not a power of two.
       scale_window: >= 1, finite steps before a growth; loss_scale_window of the
@@ -428,6 +434,12 @@ def deepspeed(
       Array(16384., dtype=float32)
     """
     given = locals()
+    if type(init_scale) is int and 0 < init_scale <= 32:
+        raise ValueError(
+            f"init_scale must be a float if it is 32 or less, got {init_scale}. Write "
+            f"deepspeed(2.0**{init_scale}) for an initial_scale_power of {init_scale}, "
+            f"or init_scale={init_scale:.1f}."
+        )
     given |= _factors(given.pop("scale_factor"))
     name = "consecutive_hysteresis"
     refill = "finite" if _validate.flag(name, given.pop(name)) else "growth"

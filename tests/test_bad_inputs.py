@@ -400,7 +400,7 @@ TAKES = {
 # What the error calls an argument, if not by its name.
 CALLED = {
     ("set_loss_scale", "value"): "loss_scale",
-    ("apply_gradients", "opt_state"): "got a state",
+    ("apply_gradients", "opt_state"): "got a state|opt_state",
     ("wrap_state", "params"): "inner_state",
 }
 # Where the error is another's, and why.

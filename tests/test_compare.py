@@ -263,6 +263,24 @@ def test_two_runs_of_one_program_are_equal_to_the_last_bit():
     assert str(jls.compare(step, step, SQUARE, ROWS)).endswith("to the last bit.")
 
 
+@pytest.mark.parametrize("shape", [None, (5, 6)])
+def test_a_number_that_each_trace_draws_is_named(shape):
+    draws = np.random.default_rng(0)
+
+    def step(x):
+        return jnp.sum(jnp.sin(x) * jnp.asarray(draws.normal(size=shape), x.dtype))
+
+    def fixed(x):
+        return jnp.sum(jnp.sin(x) * jnp.asarray(given, x.dtype))
+
+    given = draws.normal(size=shape)
+    found = jls.compare(step, step, ROWS)
+    assert not found.equal
+    assert found.birth.a.operation == ("argument" if shape else "mul")
+    assert ("Each trace of the function makes it anew" in str(found)) == bool(shape)
+    assert str(jls.compare(fixed, fixed, ROWS)).endswith("to the last bit.")
+
+
 # Fingerprints.
 
 
@@ -382,6 +400,13 @@ def test_the_picture_marks_the_birth():
             "b must be a function or a jls.types.Fingerprint, got",
         ),
         ("x.npz", layer, (), TypeError, r"Write jls.types.Fingerprint.load\('x.npz'\)"),
+        (
+            layer(SQUARE, ROWS),
+            layer,
+            (),
+            TypeError,
+            r"Write jls.compare\(a, b, \*args\)",
+        ),
         (layer, layer, (SQUARE,), TypeError, r"'x'. Write jls.compare\(a, b, w, x\)"),
         (
             layer,
@@ -404,10 +429,23 @@ def test_bad_fingerprints(tmp_path):
     with pytest.raises(ValueError, match=r'path must end in "\.npz"'):
         made.save(tmp_path / "x.npy")
     np.savez(tmp_path / "other.npz", x=np.ones(2))
-    with pytest.raises(ValueError, match="must be a file that"):
+    with pytest.raises(ValueError, match=r"must be a file that.*fingerprint\(step, \*"):
         jls.types.Fingerprint.load(tmp_path / "other.npz")
+    with np.load(tmp_path / "other.npz") as file, pytest.raises(TypeError, match="Npz"):
+        jls.compare(file, jnp.tanh, ROWS)
     with pytest.raises(ValueError, match="must be given the same arguments, got x of"):
         jls.compare(made, jnp.tanh, ROWS[0])
+
+
+def test_fingerprints_are_compared_by_compare_alone():
+    made, other = (jls.fingerprint(jnp.tanh, ROWS) for _ in range(2))
+    for compared in (lambda: made == other, lambda: made != other):
+        with pytest.raises(TypeError, match=r"Write jls\.compare\(a, b\)\.equal\.$"):
+            compared()
+    assert made in [made]
+    assert not made != made  # noqa: SIM202
+    assert len({made, other}) == 2
+    assert jls.compare(made, other).equal
 
 
 def test_a_fingerprint_of_another_format_is_refused(tmp_path, monkeypatch):

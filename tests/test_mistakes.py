@@ -3,6 +3,7 @@
 import copy
 import functools
 import pickle
+import re
 import warnings
 
 import equinox as eqx
@@ -30,6 +31,7 @@ def loss_fn(params, x):
 
 
 GRAD = jls.value_and_grad(loss_fn)
+REPORT = jls.types.StepReport(*[None] * len(jls.types.StepReport._fields))
 
 
 class Model(nnx.Module):
@@ -67,6 +69,11 @@ def nnx_run():
     return model, nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param)
 
 
+def dropout_run():
+    model = Model(nnx.Rngs(0))
+    return model, nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param)
+
+
 BOTH = {"w": X, "frozen": X}
 OF_BOTH = OPTIMIZER.init(BOTH)
 FAST = optax.LookaheadParams.init_synced(PARAMS)
@@ -75,6 +82,7 @@ PRIVATE = jls.skip_nonfinite(
     optax.contrib.differentially_private_aggregate(1.0, 0.1, 0)
 )
 MOMENTUM = jls.skip_nonfinite(optax.sgd(0.1, 0.9))
+ALONE = jls.loss_scaled(jls.params_ema(0.9))
 OUTSIDE = optax.lookahead(jls.loss_scaled(optax.sgd(0.1)), 2, 0.5)
 
 
@@ -126,7 +134,201 @@ ERRORS = {
     "a preset without its numbers": (
         lambda: jls.presets.mindspore(scale_factor=2),
         TypeError,
-        r"^scale_value must be given: jls.presets.mindspore\(scale_value, ",
+        r"^scale_value and scale_window must be given: jls.presets.mindspore\("
+        r"scale_value, scale_factor, scale_window\)\.$",
+    ),
+    "a preset without any number": (
+        lambda: jls.presets.mindspore(),
+        TypeError,
+        r"^scale_value, scale_factor and scale_window must be given: ",
+    ),
+    "a power of DeepSpeed as the scale": (
+        lambda: jls.presets.deepspeed(16),
+        ValueError,
+        r"a float if it is 32 or less, got 16\. Write deepspeed\(2\.0\*\*16\) for an "
+        r"initial_scale_power of 16, or init_scale=16\.0\.$",
+    ),
+    "the arguments of the loss": (
+        lambda: jls.train_step(loss_fn, OPTIMIZER, PARAMS, STATE, X),
+        TypeError,
+        r"loss_fn, optimizer by position, got 5 arguments\. Those of loss_fn go to "
+        r"what is returned\.$",
+    ),
+    "what has to be named": (
+        lambda: jls.bfloat16_params(optax.sgd(0.1), jnp.bfloat16),
+        TypeError,
+        r"takes inner by position, got 2 arguments\. By name it takes rounding=, mom",
+    ),
+    "an argument of another function": (
+        lambda: jls.train_step(loss_fn, spikes=jls.spikes()),
+        TypeError,
+        r"no argument spikes=\. It is an argument of jls\.loss_scaled and jls\.skip_n",
+    ),
+    "no state for the masters": (
+        lambda: jls.master_params(PARAMS),
+        TypeError,
+        r"^state must be given: jls\.master_params\(params, state\)\.$",
+    ),
+    "no model": (
+        lambda: jls.atomic(nnx_run()[1]),
+        TypeError,
+        r"^model must be given: jls\.atomic\(optimizer, model\)\.$",
+    ),
+    "no other branch": (
+        lambda: jls.select(True, PARAMS),
+        TypeError,
+        r"^on_false must be given: jls\.select\(pred, on_true, on_false\)\.$",
+    ),
+    "the predicate second": (
+        lambda: jls.select(PARAMS, True, PARAMS),
+        TypeError,
+        r"got dict\. .* The order is jls\.select\(pred, on_true, on_false\)\.$",
+    ),
+    "the result of the loss": (
+        lambda: jls.value_and_grad(loss_fn(PARAMS, X)),
+        TypeError,
+        r"got float32\[\]\. Pass the function itself, without calling it\.$",
+    ),
+    "the result of a step": (
+        lambda: jls.why((PARAMS, STATE)),
+        TypeError,
+        r"got tuple\. Pass the function itself, without calling it\.$",
+    ),
+    "an optimizer as the step": (
+        lambda: jls.calibrate(OPTIMIZER, PARAMS),
+        TypeError,
+        r"step must be a function, got LossScaledTransformation\.$",
+    ),
+    "a scaler that is not called": (
+        lambda: jls.loss_scaled(optax.sgd(0.1), jls.presets.torch),
+        TypeError,
+        r"Call it: torch\(\.\.\.\)\.$",
+    ),
+    "spikes as the scaler": (
+        lambda: jls.loss_scaled(optax.sgd(0.1), jls.spikes()),
+        TypeError,
+        r"got SpikePolicy\. Write spikes=policy\.$",
+    ),
+    "a scaler as spikes": (
+        lambda: jls.skip_nonfinite(optax.sgd(0.1), spikes=jls.dynamic()),
+        TypeError,
+        r"got LossScaler\. Write jls\.loss_scaled\(inner, scaler\)\.$",
+    ),
+    "a state as the init of a policy": (
+        lambda: jls.skip_nonfinite(
+            optax.sgd(0.1), spikes=jls.types.SpikePolicy(X, lambda s, *_: (s, X[0] > 1))
+        ),
+        TypeError,
+        r"spikes\.init must be a function, got float32\[2\]\. Write lambda: state\.$",
+    ),
+    "the optimizer as a learning rate": (
+        lambda: jls.train_step(loss_fn, learning_rate=optax.sgd(0.1)),
+        TypeError,
+        r"The optimizer comes second: jls\.train_step\(loss_fn, jls\.loss_scaled\(",
+    ),
+    "the optimizer as a decay": (
+        lambda: jls.params_ema(optax.sgd(0.1)),
+        TypeError,
+        r"Write optax\.chain\(optimizer, jls\.params_ema\(decay\)\)\.$",
+    ),
+    "the state before the optimizer": (
+        lambda: jls.wrap_state(optax.sgd(0.1).init(PARAMS), OPTIMIZER, PARAMS),
+        TypeError,
+        r"got tuple\. The order is jls\.wrap_state\(optimizer, inner_state, params",
+    ),
+    "a state that is wrapped": (
+        lambda: jls.wrap_state(OPTIMIZER, STATE, PARAMS),
+        ValueError,
+        r"wrapped already\. Go on from it as it is; of an older jls, jls\.upgrade_",
+    ),
+    "bytes to upgrade": (
+        lambda: jls.upgrade_state(STATE, b"state"),
+        ValueError,
+        r"got bytes b'state'\. Pass what is in them: flax\.serialization\.msgp",
+    ),
+    "the optimizer for its state, in a step": (
+        lambda: jls.train_step(loss_fn, OPTIMIZER)(PARAMS, OPTIMIZER, X),
+        TypeError,
+        r"got LossScaledTransformation\. Write opt_state = optimizer\.init\(params",
+    ),
+    "loss and gradients for gradients": (
+        lambda: OPTIMIZER.update(GRAD(STATE, PARAMS, X), STATE, PARAMS),
+        ValueError,
+        r"got a pair\. Write loss, grads = jls\.value_and_grad\(loss_fn\)\(opt_state",
+    ),
+    "no parameters": (
+        lambda: jls.train_step(loss_fn, OPTIMIZER)({}, OPTIMIZER.init({}), X),
+        ValueError,
+        r"must hold a floating-point array to train, got dict without one",
+    ),
+    "a report to set the scale of": (
+        lambda: jls.set_loss_scale(REPORT, 8.0),
+        TypeError,
+        r"got StepReport, which goes into no step\. Write opt_state = jls\.set_loss_sc",
+    ),
+    "an average as the optimizer": (
+        lambda: jls.train_step(loss_fn, ALONE)(PARAMS, ALONE.init(PARAMS), X),
+        ValueError,
+        r"got jls\.params_ema alone, .* Write jls\.loss_scaled\(optax\.chain\(inner",
+    ),
+    "a calibration as the scaler": (
+        lambda: jls.loss_scaled(optax.sgd(0.1), jls.types.Calibration(8.0)),
+        TypeError,
+        r"got Calibration\. Write jls\.dynamic\(result\.init_scale\)\.$",
+    ),
+    "the optimizer for its state, of masters": (
+        lambda: jls.master_params(PARAMS, OPTIMIZER),
+        TypeError,
+        r"got LossScaledTransformation\. Write jls\.master_params\(params, opt_state",
+    ),
+    "a loader in the place of a batch": (
+        lambda: jls.check_step(
+            jls.train_step(loss_fn, OPTIMIZER), PARAMS, STATE, iter([X])
+        ),
+        TypeError,
+        r"batch must be a batch, got list_iterator, .* Pass one: next\(batch\)\.$",
+    ),
+    "a word for the losses": (
+        lambda: jls.calibrate(loss_fn, PARAMS, X, losses="all"),
+        TypeError,
+        r"losses must be True or False, got str 'all'\.$",
+    ),
+    "no state, of grad": (
+        lambda: jls.grad(loss_fn)(PARAMS, X),
+        ValueError,
+        r"jls\.grad\(loss_fn\)\(opt_state, params, batch\)\.$",
+    ),
+    "a pattern of file names": (
+        lambda: jls.autocast(loss_fn, jnp.float16, keep="*norm*"),
+        ValueError,
+        r"It is searched for: write keep='norm'\.$",
+    ),
+    "a compiled pattern": (
+        lambda: jls.autocast(loss_fn, jnp.float16, keep=re.compile("norm")),
+        TypeError,
+        r"Write keep='norm'\.$",
+    ),
+    "the batch first": (
+        lambda: jls.train_step(lambda x, params: loss_fn(params, x), OPTIMIZER)(
+            PARAMS, STATE, X
+        ),
+        TypeError,
+        r"called as loss_fn\(params, batch\), got one that takes \(batch, params\)\. "
+        r"Write def loss_fn\(params, batch\), in this order\.$",
+    ),
+    "what is carried last": (
+        lambda: jls.train_step(
+            lambda params, x, n: (loss_fn(params, x) * n["n"], n),
+            OPTIMIZER,
+            carried=True,
+        )(PARAMS, STATE, {"n": jnp.ones(())}, X),
+        TypeError,
+        r"takes \(params, batch, carried\)\. Write def loss_fn\(params, carried, batc",
+    ),
+    "the batch before a model of NNX": (
+        lambda: jls.train_step(lambda x, model: nnx_loss(model, x))(*dropout_run(), X),
+        TypeError,
+        r"takes \(batch, model\)\. Write def loss_fn\(model, batch\), in this order\.$",
     ),
     "a class to keep": (
         lambda: jls.autocast(loss_fn, jnp.float16, keep=dict),
@@ -930,15 +1132,26 @@ def test_gradients_that_are_as_narrow_as_they_may_be(name):
 
 # Names that other libraries have, or that are nearly right.
 
-REPORT = jls.types.StepReport(*[None] * len(jls.types.StepReport._fields))
-
 
 @pytest.mark.parametrize(
     ("ask", "error", "answer"),
     [
         (lambda: REPORT.grad_norm, AttributeError, "Did you mean global_norm?"),
         (lambda: REPORT.lr, AttributeError, "Did you mean learning_rate?"),
-        (lambda: REPORT.other, AttributeError, "no attribute 'other'$"),
+        (lambda: REPORT.other, AttributeError, "no attribute 'other'. It has loss, sk"),
+        (lambda: REPORT.los, AttributeError, "no attribute 'los'$"),  # Python asks
+        (lambda: REPORT._other, AttributeError, "no attribute '_other'$"),
+        (lambda: jls.types.StepCheck().passed, AttributeError, "Did you mean ok?"),
+        (
+            lambda: jls.types.Why().line,
+            AttributeError,
+            r"Write why\.births\[0\]\.place",
+        ),
+        (
+            lambda: jls.types.Difference().tol,
+            AttributeError,
+            "It has birth, only_a, on",
+        ),
         (lambda: REPORT["loss"], TypeError, r"has fields, no keys, .* Write \.loss\.$"),
         (lambda: REPORT["other"], TypeError, "got 'other'. There are loss, skipped,"),
         (
@@ -963,6 +1176,23 @@ REPORT = jls.types.StepReport(*[None] * len(jls.types.StepReport._fields))
         ),
         (lambda: jls.dynamic().init().scale, AttributeError, "Did you mean loss_scale"),
         (lambda: jls.presets.pytorch, AttributeError, "Did you mean torch?"),
+        (lambda: jls.presets.apex, AttributeError, "There are deepspeed, flax, keras,"),
+        (lambda: OPTIMIZER.step, AttributeError, r"Write .* = jls\.apply_gradients\("),
+        (
+            lambda: jls.static(2.0).init().scale,
+            AttributeError,
+            "Did you mean loss_scal",
+        ),
+        (
+            lambda: jls.health(STATE).ok,
+            AttributeError,
+            r"Write if health, or health\.v",
+        ),
+        (
+            lambda: jls.types.Calibration(2.0).scale,
+            AttributeError,
+            "Did you mean init_scale?",
+        ),
         (lambda: jls.skip_non_finite, AttributeError, "Did you mean skip_nonfinite?"),
         (
             lambda: jls.train_step(abs, dtype=jnp.float16),
@@ -1028,20 +1258,229 @@ def test_a_function_that_jls_differentiates_already_is_no_loss(name, make):
         make(DIFFERENTIATED[name])
 
 
-AFTER = {
-    "adam": (optax.adam(0.1), True),
-    "a schedule": (optax.scale_by_schedule(lambda count: 0.1), True),
-    "another average": (jls.params_ema(0.9), False),
-    "a clip": (optax.clip(1.0), False),
+AVERAGE = jls.params_ema(0.9)
+LAST = optax.chain(optax.sgd(0.1), AVERAGE)
+# Optimizers with an average, and whether something changes the updates after it.
+AVERAGING = {
+    "last": (LAST, False),
+    "first": (optax.chain(AVERAGE, optax.sgd(0.1)), True),
+    "before adam": (optax.chain(AVERAGE, optax.adam(0.1)), True),
+    "before a clip": (optax.chain(LAST, optax.clip(1.0)), True),
+    "in a chain in a chain": (optax.chain(optax.chain(AVERAGE), optax.scale(-1)), True),
+    "before another average": (optax.chain(LAST, jls.params_ema(0.99)), False),
+    "before what passes on": (optax.chain(LAST, optax.identity()), False),
+    "accumulated": (optax.MultiSteps(LAST, 2), False),
+    "masked": (optax.masked(LAST, {"w": True}), False),
+    "under a condition": (optax.conditionally_transform(LAST, lambda n: n > 2), False),
+    "injected": (optax.inject_hyperparams(lambda rate: LAST)(rate=0.1), False),
 }
 
 
-@pytest.mark.parametrize("name", AFTER)
+@pytest.mark.parametrize("name", AVERAGING)
 def test_an_average_that_is_not_last_is_warned_of(name):
-    after, is_wrong = AFTER[name]
-    inner = optax.chain(optax.chain(jls.params_ema(0.9), after))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        jls.loss_scaled(inner).init(jnp.ones(2))
-    found = ["a jls.params_ema is followed by" in str(x.message) for x in caught]
-    assert found == [True] * is_wrong
+    inner, is_wrong = AVERAGING[name]
+    optimizer = jls.loss_scaled(inner)
+    state = optimizer.init(PARAMS)
+    found = warned(lambda: jax.eval_shape(optimizer.update, PARAMS, state, PARAMS))
+    assert ["a jls.params_ema is followed by" in x for x in found] == [True] * is_wrong
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "exact"])
+def test_an_average_inside_of_bfloat16_params_is_last_in_there(rounding):
+    params = {"w": jnp.ones(2, jnp.bfloat16)}
+    for inner, is_wrong in ((LAST, False), (AVERAGING["first"][0], True)):
+        stored = jls.bfloat16_params(inner, rounding=rounding)
+        optimizer = jls.skip_nonfinite(stored)
+        state = optimizer.init(params)
+        found = warned(
+            lambda o=optimizer, s=state: jax.eval_shape(o.update, PARAMS, s, params)
+        )
+        assert ["is followed by" in x for x in found] == [True] * is_wrong
+
+
+def test_an_average_before_the_wrapper_is_warned_of():
+    for optimizer, is_wrong in (
+        (optax.chain(AVERAGE, jls.loss_scaled(optax.sgd(0.1))), True),
+        (optax.chain(jls.loss_scaled(optax.sgd(0.1)), AVERAGE), False),
+    ):
+        step, state = jls.train_step(loss_fn, optimizer), optimizer.init(PARAMS)
+        found = warned(lambda s=step, o=state: jax.eval_shape(s, PARAMS, o, X))
+        assert ["is followed by" in x for x in found] == [True] * is_wrong
+
+
+# A loss that does not follow its parameters.
+
+
+def steps_of(loss, **options):
+    return lambda: jax.eval_shape(
+        jls.train_step(loss, OPTIMIZER, **options), PARAMS, STATE, X
+    )
+
+
+WITH = {
+    "as written": {},
+    "in half": {"compute_dtype": jnp.bfloat16},
+    "in micro-batches": {"micro_batches": 2},
+}
+
+
+def product(params, x):  # which autocast casts
+    return jnp.sum(jnp.outer(x, params["w"]) @ jnp.ones((2, 3)))
+
+
+@pytest.mark.parametrize("how", [lambda f: f, jax.jit, jax.checkpoint])
+@pytest.mark.parametrize("name", WITH)
+def test_a_loss_of_other_parameters_is_warned_of(name, how):
+    right, wrong = how(product), how(lambda params, x: product(PARAMS, x))
+    assert warned(steps_of(right, **WITH[name])) == []
+    (message,) = warned(steps_of(wrong, **WITH[name]))
+    assert "the loss does not depend on the parameters, or only behind" in message
+    assert message.endswith(
+        "loss_fn closes over 'PARAMS': compute it from its first argument."
+    )
+
+
+def test_what_fails_after_a_loss_is_not_put_down_to_its_order():
+    def update(updates, state, params=None):
+        raise TypeError("their own")
+
+    inner = optax.GradientTransformation(optax.sgd(1).init, update)
+    optimizer = jls.loss_scaled(inner)
+
+    def symmetric(params, x):  # it runs in each order
+        pair = params["w"] if isinstance(params, dict) else params
+        return jnp.sum(pair * (x["w"] if isinstance(x, dict) else x))
+
+    with pytest.raises(TypeError, match=r"^their own"):
+        jls.train_step(symmetric, optimizer)(PARAMS, optimizer.init(PARAMS), X)
+
+    def missing(params, x):  # it runs in none
+        return loss_fn(params["layer"], x)
+
+    with pytest.raises(KeyError, match="layer"):
+        jls.train_step(missing, OPTIMIZER)(PARAMS, STATE, X)
+
+
+def test_a_loss_behind_stop_gradient_is_warned_of():
+    (message,) = warned(steps_of(lambda p, x: jax.lax.stop_gradient(loss_fn(p, x))))
+    assert message.endswith("Compute it from the first argument of loss_fn.")
+
+
+def test_a_model_from_around_the_step_is_warned_of():
+    model, optimizer = nnx_run()
+
+    def loss(_, x):
+        return nnx_linear_loss(model, x)
+
+    step = nnx.jit(jls.train_step(loss))
+    (message,) = warned(lambda: step(model, optimizer, X))
+    assert "loss_fn closes over 'model'" in message
+    teacher = linear()  # a right program
+
+    def distil(model, x):
+        return jnp.sum((model(x) - teacher(x)) ** 2)
+
+    assert warned(lambda: nnx.jit(jls.train_step(distil))(model, optimizer, X)) == []
+
+
+def test_a_model_from_around_the_step_that_changes_is_named():
+    model, optimizer = dropout_run()
+
+    def loss(_, x):
+        return nnx_loss(model, x)
+
+    with pytest.raises(Exception, match="trace level") as caught:
+        nnx.jit(jls.train_step(loss))(model, optimizer, X)
+    assert any("loss_fn closes over 'model'" in x for x in caught.value.__notes__)
+
+
+# What only reaches the report.
+
+STATISTICS = {"norm": {"average": jnp.zeros(2), "counter": jnp.zeros((), jnp.int32)}}
+
+
+def next_statistics(old, x):
+    new = old["norm"]["average"] * 0.9 + x * 0.1
+    return {"norm": {"average": new, "counter": old["norm"]["counter"] + 1}}
+
+
+def test_a_state_that_is_returned_as_aux_is_warned_of():
+    def closing(params, x):
+        return loss_fn(params, x), next_statistics(STATISTICS, x)
+
+    def with_metrics(params, x):
+        return loss_fn(params, x), (next_statistics(STATISTICS, x), {"n": 1.0})
+
+    for loss in (closing, with_metrics):
+        (message,) = warned(steps_of(loss, has_aux=True))
+        assert "closes over 'STATISTICS', and returns its next value as aux" in message
+        assert "def loss_fn(params, carried, batch)" in message
+
+
+def test_aux_that_is_no_state_of_the_model_is_not_warned_of():
+    scale, zeros = {"scale": jnp.ones(2)}, {"loss": jnp.zeros(())}
+    loader = iter([X])
+
+    def normalized(params, x):  # other names
+        return loss_fn(params, x * scale["scale"]), {"logits": x}
+
+    def summed(params, x):  # numbers of any two losses are alike
+        loss = loss_fn(params, x)
+        return loss, {"loss": zeros["loss"] + loss}
+
+    def of_one_array(params, x):
+        return loss_fn(params, x * X), x
+
+    def of_a_loader(params, x):
+        return loss_fn(params, x), {"is_loaded": bool(loader)}
+
+    for loss in (normalized, summed, of_one_array, of_a_loader):
+        assert warned(steps_of(loss, has_aux=True)) == []
+
+    def carrying(params, carried, x):
+        return loss_fn(params, x), next_statistics(carried, x)
+
+    step = jls.train_step(carrying, OPTIMIZER, carried=True)
+    given = PARAMS, STATE, STATISTICS, X
+    assert warned(lambda: jax.eval_shape(step, *given)) == []
+
+
+def test_batch_statistics_among_the_parameters_are_warned_of():
+    variables = {"params": PARAMS, "batch_stats": {"mean": jnp.zeros(2)}}
+    (message,) = warned(lambda: jls.loss_scaled(optax.sgd(0.1)).init(variables))
+    assert "would move by their gradients, first 'batch_stats/mean'. Pass" in message
+    labels = {"params": "trained", "batch_stats": "frozen"}
+    parts = {"trained": optax.sgd(0.1), "frozen": optax.set_to_zero()}
+    frozen = jls.loss_scaled(optax.multi_transform(parts, labels))
+    assert warned(lambda: frozen.init(variables)) == []
+    assert warned(lambda: frozen.init({"params": PARAMS, "batch_stats": PARAMS})) == []
+
+
+# Notes.
+
+
+def test_an_argument_that_an_optimizer_lacks_is_named():
+    optimizer = jls.skip_nonfinite(optax.lbfgs())
+    step = jls.train_step(loss_fn, optimizer)
+    with pytest.raises(TypeError, match="value_fn") as caught:
+        step(PARAMS, optimizer.init(PARAMS), X)
+    assert any("goes into extra=" in note for note in caught.value.__notes__)
+
+
+def test_a_tool_says_how_it_called_a_function_that_raises():
+    other = {"x": X}
+    for call, note in (
+        (
+            lambda: jls.compare(
+                loss_fn, lambda x, params: loss_fn(params, x), PARAMS, X
+            ),
+            "jls.compare called <lambda>(x: dict, params: float32[2]).",
+        ),
+        (
+            lambda: jls.why(loss_fn, other, X),
+            "jls.why called loss_fn(params: dict, x: float32[2]).",
+        ),
+    ):
+        with pytest.raises((KeyError, TypeError)) as caught:
+            call()
+        assert note in caught.value.__notes__

@@ -168,6 +168,8 @@ def _keep_meant(keep: Any) -> str:
         return f" Write keep=lambda place: {keep.__name__!r} in place.function."
     if isinstance(keep, list | tuple | set) and all(isinstance(x, str) for x in keep):
         return f" Write keep={'|'.join(sorted(keep))!r}." if keep else ""
+    if isinstance(keep, re.Pattern):
+        return f" Write keep={keep.pattern!r}."
     return _validate.field_meant(keep, "keep")
 
 
@@ -192,7 +194,15 @@ def check_keep(keep: Any) -> None:
     except re.error as error:
         raise ValueError(
             f"keep must be a regular expression, got {keep!r}: {error}."
+            f"{_glob_meant(keep)}"
         ) from None
+
+
+def _glob_meant(keep: str) -> str:
+    """The sentence for a pattern of file names; "" for any other text."""
+    inside = keep.strip("*")
+    is_glob = inside.isidentifier() and inside != keep
+    return f" It is searched for: write keep={inside!r}." if is_glob else ""
 
 
 class _Call:

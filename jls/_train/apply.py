@@ -220,6 +220,11 @@ WRAP_WHOLE = (
 def inner_wrapper_state(opt_state: Any) -> LossScaledState:
     """The state of the one wrapper in `opt_state`, not inside a `MultiSteps`."""
     found = wrappers_in(opt_state)
+    if not found and (callable(opt_state) or _validate.is_transformation(opt_state)):
+        raise TypeError(
+            "opt_state must be the state that the optimizer makes, got "
+            f"{describe(opt_state)}. Write opt_state = optimizer.init(params)."
+        )
     if len(found) != 1:
         write = WRAP_WHOLE if found else _WRAP
         raise ValueError(

@@ -21,11 +21,12 @@ from jls._notes import noted
 from jls._scalers.rule import count_up
 from jls._state import find, is_wrapper_state, wrapper_state_in
 from jls._step import Update
-from jls._text import describe
+from jls._text import describe, naming_arguments
 from jls._tree import select
 from jls._types import COUNTED_IN, SkipReason
 
 
+@naming_arguments()
 def atomic(
     optimizer: Any, model: Any, *objects: Any
 ) -> contextlib.AbstractContextManager[None]:

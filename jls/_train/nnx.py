@@ -15,6 +15,7 @@ from jls._nnx import (
     split_objects,
     update_objects,
 )
+from jls._train.loss import model_closed_over_named
 from jls._train.parts import LossOutput, Order, Parts, StepCall, unpack
 from jls._tree import cast_like, difference
 from jls._types import StepReport
@@ -68,7 +69,8 @@ class NnxAdapter:
         self, params: Any, overwritten: Any, carried: Any, batch: Any, **kwargs: Any
     ) -> LossOutput:
         model, objects = merge_objects(self._graph, params, carried)
-        result = self._call.loss_fn(model, batch, **objects, **kwargs)
+        with model_closed_over_named(self._call.loss_fn, model):
+            result = self._call.loss_fn(model, batch, **objects, **kwargs)
         output = unpack(result, False, self._call.has_aux, None)
         after = read_variables(self._split(model, objects)[2])
         of_both = ("the model before", carried), ("the one after", after)

@@ -7,6 +7,7 @@ import jax
 
 from jls._state import find_scaler_states
 from jls._train.apply import inner_wrapper_state
+from jls._train.loss import warn_of_state_in_aux
 from jls._train.parts import LossOutput, Order, Parts, StepCall, unpack
 from jls._tree import cast_like, is_array, restore, trainable
 from jls._types import StepReport
@@ -53,7 +54,9 @@ class PlainAdapter:
         model = restore(params, self._params)
         if not self._carried:
             result = self._call.loss_fn(model, batch, **kwargs)
-            return unpack(result, False, self._call.has_aux, None)
+            output = unpack(result, False, self._call.has_aux, None)
+            warn_of_state_in_aux(self._call.loss_fn, output.aux)
+            return output
         # A copy of the tree, since `equinox.nn.State` can be read only once.
         copy = jax.tree.map(lambda leaf: leaf, carried)
         result = self._call.loss_fn(model, copy, batch, **kwargs)

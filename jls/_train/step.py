@@ -10,9 +10,10 @@ on: the counters of jls, `TrainState.step` and `nnx.Optimizer.step`.
 state: `plain`, `linen`, `nnx`.
 """
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import (
@@ -34,16 +35,18 @@ from jls import _validate
 from jls._autocast.autocast import autocast, check_dtype, check_keep
 from jls._autocast.keep import Keep
 from jls._bfloat16 import read_wide, stored_narrow
+from jls._ema import ParamsEmaState
 from jls._mistakes import (
     EagerCalls,
     check_loss_function,
     other_params_noted,
     warn,
 )
+from jls._notes import noted
 from jls._program.jaxprs import varying_axes
 from jls._reduce import global_norm
 from jls._scale import differentiate
-from jls._step import FoundWrapper, find_wrappers
+from jls._step import FoundWrapper, find_wrappers, wrapper_of
 from jls._text import describe, listed, naming_arguments, quoted
 from jls._train.accumulate import (
     Accumulated,
@@ -63,6 +66,7 @@ from jls._train.apply import (
     local_norms,
 )
 from jls._train.linen import LinenAdapter
+from jls._train.loss import other_order_named, warn_of_no_gradient
 from jls._train.nnx import NnxAdapter
 from jls._train.parts import Parts, StepCall
 from jls._train.plain import PlainAdapter
@@ -308,14 +312,17 @@ def train_step(
         skipped step would move the others, or weight decay, momentum or the like after
         it, which would move parameters then, if `micro_batches` does not divide the
         batch, if `loss_fn` returns something else, if the arguments come in another
-        order, if the parameters are `optax.LookaheadParams`, or if `shard_map` sums the
-        gradients of a loss that each device has for itself.
+        order, those of `loss_fn` too, if there is no parameter to train, if the
+        parameters are `optax.LookaheadParams`, or if `shard_map` sums the gradients of
+        a loss that each device has for itself.
 
     Warns:
       JlsWarning: at the second call that runs operation by operation, with 2**16
         parameters or more; not under `jax.disable_jit`. With several micro-batches, if
         a keyword argument seems to be a raw PRNG key, which all of them would share, or
         if they share a key in a field of a `TrainState`.
+        If the loss does not follow the parameters; if `aux` is the next value of arrays
+        that `loss_fn` closes over, such as Haiku's state.
         With `compute_dtype=jnp.float16`, if the loss scale is static and 1; and what
         `jls.autocast` warns of.
 
@@ -368,6 +375,7 @@ def train_step(
     count = 1 if micro_batches is None else micro_batches
     dtype = jnp.float32 if compute_dtype is None else compute_dtype
     options = SimpleNamespace(
+        loss_fn=loss_fn,
         learning_rate=learning_rate,
         micro_batches=_validate.host_interval("micro_batches", count),
         accumulation=accumulation,
@@ -399,7 +407,8 @@ def train_step(
             kind.order(carried).check(args)
             raise
         eager_calls.warn_at_second(parts.params, (args, kwargs), lambda: adapter.jitted)
-        parts, report = take_step(adapter, parts, state, args[-1], options)
+        with other_order_named(loss_fn, kind.order(carried), args, kwargs):
+            parts, report = take_step(adapter, parts, state, args[-1], options)
         return adapter.merge(parts, report)
 
     if optimizer is not None:  # else the arguments depend on the library
@@ -423,6 +432,8 @@ def take_step(
     """
     params, overwritten, opt_state, carried = parts
     _refuse_lookahead(params)
+    _refuse_empty(params)
+    _refuse_average_alone(adapter.optimizer, state)
     optimizer, scaler_state = adapter.optimizer, state.scaler_state
     wrappers = functools.cache(partial(find_wrappers, optimizer, params))
     if options.compute_dtype == jnp.float16 and isinstance(scaler_state, StaticState):
@@ -457,8 +468,11 @@ def take_step(
             axis_name=_axis_name(wrappers, options),
         )
 
-    with other_params_noted(optimizer.init, opt_state, params):
+    of_other_params = other_params_noted(optimizer.init, opt_state, params)
+    with noted("follows") as follows, of_other_params:
         accumulated = gradients_of(params, before, batch)
+    if not follows:
+        warn_of_no_gradient(options.loss_fn, adapter.model)
     extra = {
         "value": accumulated.loss,
         "partial_overflow": accumulated.partial_overflow,
@@ -476,9 +490,10 @@ def take_step(
         )
         _refuse_unguarded([name for name in moved.by_gradients if name in may_be_nan])
     _refuse_outside(moved.in_a_skip)
-    new_params, new_opt_state, report, updates = apply_and_report(
-        optimizer, grads, opt_state, params, extra, options.update_norm, wrappers
-    )
+    with _missing_extra_named():
+        new_params, new_opt_state, report, updates = apply_and_report(
+            optimizer, grads, opt_state, params, extra, options.update_norm, wrappers
+        )
     if options.learning_rate is not None:
         rates = given_rates(options.learning_rate, opt_state, state)
         report = report._replace(learning_rate=rates)
@@ -521,6 +536,26 @@ def _refuse_outside(names: list[str]) -> None:
             "momentum or the like outside of it: a step that is skipped would move "
             f"{listed(quoted(names))}. Write jls.loss_scaled(optax.chain(inner, ...)), "
             "with all of it in the chain."
+        )
+
+
+def _refuse_empty(params: Any) -> None:
+    if not floats_of(params):
+        raise ValueError(
+            "the parameters must hold a floating-point array to train, got "
+            f"{describe(params)} without one. Pass what the model was initialized "
+            "with; of NNX, the nnx.Optimizer needs the wrt= that the model has, such "
+            "as nnx.Param."
+        )
+
+
+def _refuse_average_alone(optimizer: Any, state: LossScaledState) -> None:
+    """Raises for an average in the place of the optimizer: it adds the gradients."""
+    if wrapper_of(optimizer) and isinstance(state.inner_state, ParamsEmaState):
+        raise ValueError(
+            "the optimizer must make updates, got jls.params_ema alone, which passes "
+            "the gradients on. Write jls.loss_scaled(optax.chain(inner, "
+            "jls.params_ema(decay)))."
         )
 
 
@@ -605,6 +640,21 @@ def _extra_arguments(
             "by itself."
         )
     return dict(arguments)
+
+
+@contextlib.contextmanager
+def _missing_extra_named() -> Iterator[None]:
+    """Adds to an error of an optimizer that wants an argument how to pass it."""
+    try:
+        yield
+    except TypeError as error:
+        if "required keyword-only argument" in str(error):
+            error.add_note(
+                "What an optimizer takes beside gradients, state and parameters goes "
+                "into extra=: jls.train_step(loss_fn, optimizer, extra=lambda params, "
+                'batch: {"value_fn": lambda p: loss_fn(p, batch)}).'
+            )
+        raise
 
 
 def _axis_name(wrappers: Callable[[], list[FoundWrapper]], options: Any) -> Any:

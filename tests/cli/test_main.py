@@ -36,6 +36,7 @@ def test_help_names_every_command_and_option(width, monkeypatch, capsys):
         (["--output", "folder.png"], "--output is a folder"),
         (["doctr"], "argument {demo,doctor,compare}: invalid choice: 'doctr'"),
         (["train"], "argument {demo,doctor,compare}: invalid choice: 'train'"),
+        (["check_step"], "check_step is a function, no command: write jls.check_step("),
         (["demo", "doctor"], "unrecognized arguments: doctor"),
         (["compare", "a.npz"], "the following arguments are required: b.npz"),
         (["compare", "a.npz", "b.npz"], "No such file or directory: 'a.npz'"),

@@ -3,7 +3,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ from jls._program.facts import Value
 from jls._program.frames import Frame
 from jls._program.places import Place, short_path
 from jls._state import find, how_to_nest, is_wrapper_state
-from jls._text import wrapped
+from jls._text import no_field, wrapped
 from jls._tools.check import codes
 from jls._tools.check.codes import CODES, TABLE, Code
 from jls._tools.check.faults import try_all
@@ -45,6 +45,9 @@ class StepCheck(NamedTuple):
       >>> check.ok, bool(check)
       (False, False)
     """
+
+    if not TYPE_CHECKING:  # which knows the fields
+        __getattr__ = no_field
 
     broken: tuple[Code, ...] = ()  # the codes of the mistakes
     not_tried: Mapping[str, str] = {}  # a code, or a fault, and the reason

@@ -84,12 +84,14 @@ def compare(
     """
     for name, given in (("a", a), ("b", b)):
         if not (callable(given) or isinstance(given, Fingerprint)):
-            write = ""
+            write = "jls.compare(a, b, *args), with two functions of the same args"
             if isinstance(given, str) and given.endswith(".npz"):
-                write = f" Write jls.types.Fingerprint.load({given!r})."
+                write = f"jls.types.Fingerprint.load({given!r})"
+            if type(given).__name__ == "NpzFile":
+                write = "jls.types.Fingerprint.load(path)"
             raise TypeError(
                 f"{name} must be a function or a jls.types.Fingerprint, got "
-                f"{describe(given)}.{write}"
+                f"{describe(given)}. Write {write}."
             )
     are_made = isinstance(a, Fingerprint) and isinstance(b, Fingerprint)
     if are_made and (args or kwargs):
@@ -98,8 +100,11 @@ def compare(
             "been made of theirs. Write jls.compare(a, b)."
         )
     if a is b and not are_made:
-        made = recorder("jls.compare", "a", a, args, kwargs)
-        first, second = (made.fingerprint([WRITTEN]) for _ in range(2))
+        # Each is traced: what NumPy draws meanwhile is another number in each program.
+        first, second = (
+            recorder("jls.compare", "a", a, args, kwargs).fingerprint([WRITTEN])
+            for _ in range(2)
+        )
         return _difference(first, second, is_same=True)
     first, second = (
         given
@@ -129,6 +134,8 @@ def _difference(a: Fingerprint, b: Fingerprint, is_same: bool = False) -> Differ
     is_rounded = max(results.values()) > FACTOR * UNIT
     if is_equal and any(runs) and not is_same and is_rounded:
         notes += _rounding(a, b, results)
+    if is_same and found.argument:
+        notes.append("Each trace of the function makes it anew, as np.random does")
     if found.flipped and is_equal and found.bad:
         place = a.operations[found.flipped[0]].place
         notes.append(f"A choice falls otherwise by rounding: {place_in_words(place)}")

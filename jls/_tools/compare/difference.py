@@ -3,10 +3,10 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jls._program.places import Place
-from jls._text import and_more, wrapped
+from jls._text import and_more, no_field, wrapped
 from jls._tools.compare.fingerprint import CLOSED_OVER
 from jls._tools.origin.result import place_in_words
 
@@ -42,6 +42,9 @@ class Difference(NamedTuple):
       >>> print(jls.compare(jnp.tanh, jax.jit(jnp.tanh), jnp.ones(3)))
       jls.compare: equal, to the last bit.
     """
+
+    if not TYPE_CHECKING:  # which knows the fields
+        __getattr__ = no_field
 
     birth: Parting | None = None  # None if rounding explains all, or no one operation
     only_a: tuple[Place, ...] = ()  # without a like in b, and on the way to a result

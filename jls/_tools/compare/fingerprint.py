@@ -136,6 +136,19 @@ class Fingerprint(NamedTuple):
         count, made = len(self.operations), " ".join(self.made_by.values())
         return f"Fingerprint({count} operations, {len(self.results)} results, {made})"
 
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        raise TypeError(
+            "fingerprints are equal within rounding, which == does not know. Write "
+            "jls.compare(a, b).equal."
+        )
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = object.__hash__
+
     def save(self, path: str | Path) -> None:
         """Writes a file that `load` reads; `path` ends in ".npz"."""
         path = _checked(path)
@@ -168,7 +181,8 @@ class Fingerprint(NamedTuple):
             number = described.pop("format")
         except (KeyError, ValueError, EOFError, zipfile.BadZipFile) as error:
             raise ValueError(
-                f"path must be a file that Fingerprint.save wrote, got {str(path)!r}."
+                f"path must be a file that Fingerprint.save wrote, got {str(path)!r}. "
+                "Write jls.fingerprint(step, *args).save(path)."
             ) from error
         if number != FORMAT:
             raise ValueError(

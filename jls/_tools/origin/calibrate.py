@@ -119,6 +119,7 @@ def calibrate(
       >>> opt_state = jls.set_loss_scale(opt_state, result.init_scale)
     """
     _validate.traceable("step", step)
+    losses = _validate.flag("losses", losses)
     with settings(), logging_if_slow(_SLOW):
         case = read_case("jls.calibrate", step, args, kwargs)
         search = read_search(case)

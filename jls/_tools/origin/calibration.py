@@ -2,10 +2,10 @@
 """The result of `jls.calibrate`, and its text."""
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jls._program.places import Place
-from jls._text import and_more, scale_in_words, wrapped
+from jls._text import and_more, no_field, scale_in_words, wrapped
 from jls._tools.origin.losses import PrecisionLoss
 from jls._tools.origin.result import place_in_lines, place_in_words
 from jls._tools.origin.twin import Cotangent
@@ -27,6 +27,9 @@ class Calibration(NamedTuple):
       >>> result.init_scale, result.ceiling  # float32 needs none
       (1.0, None)
     """
+
+    if not TYPE_CHECKING:  # which knows the fields
+        __getattr__ = no_field
 
     init_scale: float  # half of the ceiling, within the scaler's bounds if known
     ceiling: float | None = None  # the largest that is finite; None: none is needed

@@ -19,7 +19,7 @@ from jls._program.frames import Frame, Variable, behind
 from jls._program.jaxprs import effects_of, is_inexact_atom, is_literal
 from jls._program.places import is_transposed
 from jls._scopes import marks_of
-from jls._text import join
+from jls._text import describe, join
 from jls._tools.origin import regions
 from jls._tools.origin.record import RecordedProgram, RunRecords, both, makers_of
 from jls._tools.origin.trail import LostError, RunValue, Trail
@@ -120,6 +120,24 @@ def trace_call(
             "the host. Pass the part that is jitted."
         )
         raise
+    except Exception as error:
+        error.add_note(_called_with(tool, fun, args, kwargs, arguments))
+        raise
+
+
+def _called_with(
+    tool: str,
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    arguments: Arguments,
+) -> str:
+    """How a function that raises was called, and what in it is no array."""
+    given = [*zip(arguments.names, args, strict=False), *kwargs.items()]
+    call = ", ".join(f"{name}: {describe(value)}" for name, value in given)
+    text = f"{tool} called {getattr(fun, '__name__', 'the function')}({call})."
+    is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in arguments.leaves)
+    return f"{text} Pass arrays: it is run." if is_abstract else text
 
 
 def record(case: Case, **which: Any) -> RecordedProgram:

@@ -4,12 +4,12 @@
 import linecache
 import math
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import jax.numpy as jnp
 
 from jls._program.places import Place, line_of_cell, short_path
-from jls._text import and_more, listed, wrapped
+from jls._text import and_more, listed, no_field, wrapped
 
 _OTHERS = 5  # births beside the first in the text: it fits on a screen
 
@@ -48,6 +48,9 @@ class Why(NamedTuple):
       >>> jls.why(jnp.sum, jnp.ones(3)).births
       ()
     """
+
+    if not TYPE_CHECKING:  # which knows the fields
+        __getattr__ = no_field
 
     births: tuple[Birth, ...] = ()  # in the order of the program
     results: tuple[str, ...] = ()  # what is not finite, by name

@@ -7,7 +7,7 @@ objects and dicts in place.
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -114,6 +114,12 @@ def take_apart(
 ) -> Arguments:
     """The leaves of the arguments by path, and a function that makes new arguments."""
     names, tree = _argument_names(step, args), (args, dict(kwargs))
+    for name, given in [*zip(names, args, strict=True), *kwargs.items()]:
+        if isinstance(given, Iterator):
+            raise TypeError(
+                f"{name} must be a batch, got {type(given).__name__}, which makes "
+                f"them. Pass one: next({name})."
+            )
     every, structure = nodes_by_path(
         tree, names, lambda node: is_object(node) or isinstance(node, BadBatch)
     )

@@ -5,7 +5,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jls._scalers.rule import bounds_of, scalar
 from jls._scalers.static import is_static
 from jls._state import Run, find, is_wrapper_state, run_in
 from jls._step import FoundWrapper, find_wrappers, sums_squares, wrapper_of
-from jls._text import an, at, listed, wrapped
+from jls._text import an, at, listed, naming_arguments, no_field, wrapped
 from jls._tools.run.poison import find_poison, suspects_in
 from jls._tools.run.small import measure_small
 from jls._tools.run.verdict import (
@@ -58,6 +58,9 @@ class Health(NamedTuple):
       >>> jls.health(state).verdict
       'no step'
     """
+
+    if not TYPE_CHECKING:  # which knows the fields
+        __getattr__ = no_field
 
     verdict: Verdict
     sentence: str
@@ -98,6 +101,7 @@ class UnhealthyError(RuntimeError):
         self.health = health
 
 
+@naming_arguments()
 def health(
     state: Any,
     params: Any = None,
