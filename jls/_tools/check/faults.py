@@ -29,10 +29,16 @@ from jls._text import format_scale, join, listed
 from jls._tools.check.codes import Code
 from jls._tools.check.findings import Findings
 from jls._tools.check.good_steps import always_compiles, take_good_steps
-from jls._tools.check.leaves import as_numpy, is_fp8, is_rounding
+from jls._tools.check.leaves import as_numpy, is_fp8, is_rounding, same
 from jls._tools.check.planting import inf_is_applied
 from jls._tools.check.proofs import SUMMED, is_average, is_noise
-from jls._tools.check.runs import OutOfRunsError, Run, Runner, is_new
+from jls._tools.check.runs import (
+    OutOfRunsError,
+    Run,
+    Runner,
+    is_new,
+    nonfinite_since,
+)
 from jls._tools.check.still import changed_updates, note_still
 from jls._tools.check.subject import Subject
 from jls._tools.check.tolerance import note_tolerances
@@ -77,7 +83,8 @@ class Fault(NamedTuple):
     scales: tuple[Scale, ...]
     run: Run
     stored: Mapping[int, Any]  # the indices of elements that only store it, by leaf
-    nonfinite: set[int]  # leaves with an inf or NaN that stays
+    left: frozenset[int]  # leaves with an inf or NaN after it, other than stored ones
+    nonfinite: frozenset[int]  # of these, those in which it stays
     later: Run | None  # the good step after it, where one was needed
 
 
@@ -225,21 +232,25 @@ def _attempt(point: Base, trial: Trial, after: Run | None = None) -> Run | None:
 
 def _fault(point: Base, trial: Trial, run: Run) -> Fault:
     """The outcome of a trial."""
-    trained, results = point.subject.trained, point.subject.results
+    subject, trained = point.subject, point.subject.trained
     # The program only moves elements there, as into a buffer.
     stored = {
         i: is_new(run.before[i], run.after[i])
-        for i in run.nonfinite() - trained
-        if i in results and results[i].now.holds
+        for i in run.nonfinite - trained
+        if i in subject.results and subject.results[i].now.holds
     }
-    nonfinite, later = run.nonfinite(stored), None
+    left = nonfinite_since(subject, run.before, run.after, stored)
+    nonfinite, later = left, None
     if not nonfinite <= trained:
         # Elsewhere it has to stay, unlike in a record of the loss.
         good = _good_step_after(point, trial.what, stored, "nan committed")
         later = _attempt(point, good, run)
-        stays = later.nonfinite(stored, since=point.good_run) if later else set()
+        stays = frozenset[int]()
+        if later is not None:
+            before = point.good_run.before
+            stays = nonfinite_since(subject, before, later.after, stored)
         nonfinite &= trained | stays
-    return Fault(trial.what, trial.scales, run, stored, nonfinite, later)
+    return Fault(trial.what, trial.scales, run, stored, left, nonfinite, later)
 
 
 def _good_step_after(
@@ -337,7 +348,7 @@ def _judge_overflow(point: Base, faults: Faults, cleaned: Sequence[Value]) -> No
     in_scales = [fault for fault in faults if fault.scales]
     for fault in in_scales:
         # Scales that the step does not use hide nothing.
-        if not reason and not _scaler_was_notified(fault):
+        if not reason and not _scaler_was_notified(subject, fault):
             _report_applied(point, fault, cleaned)
     _plant_inf(point, cleaned)
     if reason:
@@ -346,15 +357,15 @@ def _judge_overflow(point: Base, faults: Faults, cleaned: Sequence[Value]) -> No
         findings.right(code)
 
 
-def _scaler_was_notified(fault: Fault) -> bool:
+def _scaler_was_notified(subject: Subject, fault: Fault) -> bool:
     """Whether a scaler saw the overflow; a bare static one never does."""
     run = fault.run
     return any(
-        run.backed_off(scale)
+        scale.at in run.backed_off
         or (
             run.counted(scale, "skips") > 0 or not run.counted(scale, "steps")
             if scale.counters
-            else scale.is_static and run.keeps(run.subject.all_params)
+            else scale.is_static and run.keeps(subject.all_params)
         )
         for scale in fault.scales
     )
@@ -364,8 +375,9 @@ def _report_applied(point: Base, fault: Fault, cleaned: Sequence[Value]) -> None
     """Reports an applied step whose gradients overflowed and were cleaned."""
     code: Code = "overflow hidden"
     findings, run, right = point.findings, fault.run, point.good_run
+    params = point.subject.all_params
     # At a large scale the gradients may fit, and then the step is the same rightly.
-    if not run.comes_out_as(right) and _is_steady(point):
+    if not run.comes_out_as(right, params) and _is_steady(point):
         site = cleaned[0].cleaned if cleaned else None
         place = place_of(site) if site else None
         by = f", by {place}" if place else ""
@@ -384,7 +396,8 @@ def _is_steady(point: Base) -> bool:
     """Whether two equal calls give the same parameters."""
     trial = Trial("a good step, repeated", {}, "overflow hidden")
     again = _attempt(point, trial)
-    return again is not None and again.comes_out_as(point.good_run)
+    params = point.subject.all_params
+    return again is not None and again.comes_out_as(point.good_run, params)
 
 
 def _plant_inf(point: Base, cleaned: Sequence[Value]) -> None:
@@ -464,9 +477,9 @@ def _judge_nonfinite(point: Base, faults: Faults) -> None:
     hides = findings.status("overflow hidden") == "broken"
     for fault in faults:
         # A hidden overflow explains what it leaves in a step that is applied.
-        if hides and fault.scales and not fault.run.any_skipped():
+        if hides and fault.scales and not fault.run.skipped_once:
             continue
-        bad = fault.nonfinite - point.good_run.nonfinite()
+        bad = fault.nonfinite - point.good_run.nonfinite
         if bad:
             findings.broken(
                 code, f"after {fault.what} an inf or NaN stayed in {names(bad)}"
@@ -486,16 +499,17 @@ def _judge_atomic(point: Base, faults: Faults) -> None:
     averages = {i for i in doubted if is_average(subject, i)}
     noisy = {i for i in doubted if is_noise(subject, i)}
     must = doubted - averages - noisy
-    skipped = [
-        fault for fault in faults if all(map(fault.run.was_skipped, subject.scales))
-    ]
+    every = {scale.at for scale in subject.scales}
+    skipped = [fault for fault in faults if fault.run.skipped == every]
     others = set[int]()  # buffers, environments: no update is in them
     for fault in skipped:
         run = fault.run
         moved = {
             i
-            for i in run.changed(fault.stored)
-            if is_inexact(subject.items[i].value) and not _may_move(run, i)
+            for i in run.changed & subject.carried.compared
+            if is_inexact(subject.items[i].value)
+            and not same(run.before[i], run.after[i], fault.stored.get(i))
+            and not _may_move(run, i)
         }
         if moved & must:
             first = subject.results.get(min(moved & must))
@@ -506,7 +520,7 @@ def _judge_atomic(point: Base, faults: Faults) -> None:
             )
             findings.broken(code, evidence, place_of(site) if site else None)
             return
-        others |= moved - subject.trained - subject.own - run.nonfinite()
+        others |= moved - subject.trained - subject.own - run.nonfinite
     if must and not skipped:
         findings.not_tried(code, "no fault made the step skip")
     notes = {
@@ -533,9 +547,9 @@ def _judge_recovery(point: Base, faults: Faults) -> None:
     bad = [
         fault
         for fault in faults
-        if fault.run.any_skipped()
-        or fault.run.nonfinite()
-        or not fault.run.comes_out_as(point.good_run)
+        if fault.run.skipped_once
+        or fault.run.nonfinite
+        or not fault.run.comes_out_as(point.good_run, params)
     ]
     if not bad:
         findings.not_tried(code, "no fault had an effect")
@@ -543,7 +557,7 @@ def _judge_recovery(point: Base, faults: Faults) -> None:
     in_scale = [fault for fault in bad if fault.scales]
     in_batch = [fault for fault in bad if not fault.scales]
     # First one that left something behind, if there is one.
-    in_batch.sort(key=lambda x: not x.run.nonfinite(x.stored))
+    in_batch.sort(key=lambda x: not x.left)
     for fault in in_scale[:1] + in_batch[:1]:
         trial = _good_step_after(point, fault.what, fault.stored, code)
         run = fault.later or _attempt(point, trial, fault.run)
@@ -554,12 +568,11 @@ def _judge_recovery(point: Base, faults: Faults) -> None:
         if run is None:
             return
         if run.keeps(params):
-            kept = fault.run.nonfinite(fault.stored)
-            names = point.subject.names(kept)
+            names = point.subject.names(fault.left)
             findings.broken(
                 code,
                 f"after {fault.what} no good step moved the parameters any more"
-                + (f": {names} kept an inf or NaN" if kept else ""),
+                + (f": {names} kept an inf or NaN" if fault.left else ""),
             )
     findings.right(code)
 

@@ -36,11 +36,11 @@ def take_good_steps(
       never move; and how many steps there are from one move to the next.
     """
     first = runner.run(runner.start, "the first good step")
-    if not first.changed():
+    if first.keeps(runner.subject.carried.compared):
         findings.broken("no step", "a good step changed nothing that the step carries")
         return [first], None, 1
     good = [_at_a_lower_scale(runner, first)]
-    if findings.idle and not good[0].any_skipped() and not good[0].nonfinite():
+    if findings.idle and not (good[0].skipped_once or good[0].nonfinite):
         evidence, write = findings.idle
         findings.broken("no step", evidence, write=write)
         return good, None, 1
@@ -108,10 +108,10 @@ def _step_until_moved(runner: Runner, good: list[Run]) -> tuple[Run | None, int]
     """
     base, window, waited = None, 1, 1
     for number in range(1, MOST_STEPS + 1):
-        run = good[-1]
-        if number > 1 and run.any_skipped():
+        run, params = good[-1], runner.subject.params
+        if number > 1 and run.skipped_once:
             break
-        if run.moved():
+        if params and not any(map(run.keeps, params)):
             base, window, waited = run, max(waited, window), 0
             if number > 1:
                 break
@@ -125,7 +125,7 @@ def _step_until_moved(runner: Runner, good: list[Run]) -> tuple[Run | None, int]
 def _at_a_lower_scale(runner: Runner, run: Run) -> Run:
     """The first good step again, at loss scales that are lowered until none skips."""
     used = [x for x in runner.subject.scales if x.counters or not run.keeps(x.state)]
-    skipped = list(filter(run.was_skipped, used))
+    skipped = [x for x in used if x.at in run.skipped]
     for bits in LOWER:
         for scale in skipped:
             if scale.counters and run.counted(scale, "nonfinite_losses"):
@@ -151,7 +151,7 @@ def _at_a_lower_scale(runner: Runner, run: Run) -> Run:
             break
         runner.start = with_changes(start, changes)
         run = runner.run(runner.start, "a good step at a lower loss scale")
-        skipped = list(filter(run.was_skipped, used))
+        skipped = [x for x in used if x.at in run.skipped]
     if skipped:
         _raise_if_float32_is_finite(runner)
         scales = ", ".join(

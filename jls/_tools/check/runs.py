@@ -50,9 +50,8 @@ class OutOfRunsError(Exception):
 
 
 class Run(NamedTuple):
-    """One run of the step, on the host."""
+    """One run of the step, on the host, and what it did."""
 
-    subject: Subject
     given: Leaves  # all leaves of the arguments
     # The arguments of a good step after it: the states of the scalers, and all that
     # does not come back, are as at the start.
@@ -61,77 +60,96 @@ class Run(NamedTuple):
     after: Mapping[int, np.ndarray]
     compiled: bool
     diverged: frozenset[int]  # leaves of which devices hold different copies
-
-    def changed(self, exempt: Mapping[int, Any] = {}) -> set[int]:
-        """The carried leaves that it changed, except for the indices `exempt`."""
-        return {
-            i
-            for i in self.subject.carried.compared
-            if not same(self.before[i], self.after[i], exempt.get(i))
-        }
+    changed: frozenset[int]  # carried leaves, and jls's own
+    nonfinite: frozenset[int]  # carried leaves in which an inf or NaN is new
+    # Loss scales, by leaf: of those that saw an overflow, as far as the scaler's state
+    # shows, and of those of which a call, or every call, was skipped.
+    backed_off: frozenset[int]
+    skipped_once: frozenset[int]
+    skipped: frozenset[int]
 
     def keeps(self, leaves: Iterable[int]) -> bool:
         """Whether leaves are as they were."""
-        return all(same(self.before[i], self.after[i]) for i in leaves)
+        return self.changed.isdisjoint(leaves)
 
-    def comes_out_as(self, other: "Run") -> bool:
-        """Whether another run left the same parameters."""
-        params = self.subject.all_params
-        return all(same(self.after[i], other.after[i]) for i in params)
-
-    def moved(self) -> bool:
-        """Whether every wrapper moved some of the parameters that it trains."""
-        params = self.subject.params
-        return bool(params) and not any(map(self.keeps, params))
-
-    def nonfinite(
-        self, exempt: Mapping[int, Any] = {}, since: "Run | None" = None
-    ) -> set[int]:
-        """The carried leaves in which an inf or NaN is new; not jls's own.
-
-        Args:
-          exempt: the indices of elements that do not count, by leaf.
-          since: the run before which it is new; this one if None.
-        """
-        old = (since or self).before
-        return {
-            i
-            for i in self.subject.carried.compared - self.subject.own
-            if is_inexact(self.after[i])
-            and is_new(old[i], self.after[i], exempt.get(i)).any()
-        }
+    def comes_out_as(self, other: "Run", leaves: Iterable[int]) -> bool:
+        """Whether another run left the same numbers."""
+        return all(same(self.after[i], other.after[i]) for i in leaves)
 
     def counted(self, scale: Scale, counter: str) -> int:
         """By how much a counter of the wrapper rose."""
-        at = scale.counters[counter]
-        return int((self.after[at] - self.before[at]).sum())
+        return _counted(self.before, self.after, scale, counter)
 
-    def was_skipped(self, scale: Scale) -> bool:
-        """Whether every call of the wrapper in this run skipped."""
-        if not scale.counters:
-            return self.backed_off(scale)
-        calls = self.counted(scale, "steps")
-        return calls > 0 and calls == self.counted(scale, "skips")
 
-    def any_skipped(self) -> bool:
-        return any(
-            self.counted(x, "skips") > 0 if x.counters else self.backed_off(x)
-            for x in self.subject.scales
-        )
+def run_of(
+    subject: Subject,
+    given: Leaves,
+    next_one: Leaves,
+    new: Mapping[int, Any],
+    compiled: bool = False,
+    diverged: frozenset[int] = frozenset(),
+) -> Run:
+    """What a run did.
 
-    def backed_off(self, scale: Scale) -> bool:
-        """Whether the scaler saw an overflow, as far as its state shows."""
+    Args:
+      subject: the step.
+      given: all leaves of the arguments.
+      next_one: those of a good step after it.
+      new: the leaves that came back.
+      compiled: whether the step was compiled.
+      diverged: leaves of which devices hold different copies.
+    """
+    numbers = subject.carried.compared | subject.own
+    before = {i: as_numpy(given[i]) for i in numbers | subject.carried.leaves}
+    after = before | {i: as_numpy(x) for i, x in new.items()}
+    backed_off, skipped_once, skipped = set[int](), set[int](), set[int]()
+    for scale in subject.scales:
+        if has_backed_off := _has_backed_off(before, after, scale):
+            backed_off.add(scale.at)
+        skips = calls = int(has_backed_off)
+        if scale.counters:
+            skips = _counted(before, after, scale, "skips")
+            calls = _counted(before, after, scale, "steps")
+        if skips > 0:
+            skipped_once.add(scale.at)
+            if skips == calls:
+                skipped.add(scale.at)
+    return Run(
+        given,
+        next_one,
+        before,
+        after,
+        compiled,
+        diverged,
+        frozenset(i for i in numbers if not same(before[i], after[i])),
+        nonfinite_since(subject, before, after),
+        frozenset(backed_off),
+        frozenset(skipped_once),
+        frozenset(skipped),
+    )
 
-        def rose(field: str) -> bool:
-            at = scale.fields.get(field)
-            return at is not None and bool(np.any(self.after[at] > self.before[at]))
 
-        if np.any(self.after[scale.at] < self.before[scale.at]):
-            return True
-        if rose("nonfinite_count"):
-            return True
-        has_grown = "finite_count" not in scale.fields or rose("loss_scale")
-        return not has_grown and not rose("finite_count")
+def _counted(
+    before: Mapping[int, np.ndarray],
+    after: Mapping[int, np.ndarray],
+    scale: Scale,
+    counter: str,
+) -> int:
+    at = scale.counters[counter]
+    return int((after[at] - before[at]).sum())
+
+
+def _has_backed_off(
+    before: Mapping[int, np.ndarray], after: Mapping[int, np.ndarray], scale: Scale
+) -> bool:
+    def rose(field: str) -> bool:
+        at = scale.fields.get(field)
+        return at is not None and bool(np.any(after[at] > before[at]))
+
+    if np.any(after[scale.at] < before[scale.at]) or rose("nonfinite_count"):
+        return True
+    has_grown = "finite_count" not in scale.fields or rose("loss_scale")
+    return not has_grown and not rose("finite_count")
 
 
 class Runner:
@@ -188,13 +206,10 @@ class Runner:
             if is_concrete(value):
                 self.devices |= value.sharding.device_set
         new = dict(zip(new, _to_host(list(new.values())), strict=True))
-        compared = subject.carried.leaves | subject.own
-        before = {i: as_numpy(leaves[i]) for i in compared}
-        after = before | {i: as_numpy(x) for i, x in new.items()}
         kept = subject.carried.leaves - {i for x in subject.scales for i in x.state}
         pairs = enumerate(zip(leaves, self.start, strict=True))
         next_one = [new.get(i, x) if i in kept else old for i, (x, old) in pairs]
-        return Run(subject, leaves, next_one, before, after, compiled, diverged)
+        return run_of(subject, leaves, next_one, new, compiled, diverged)
 
     def calls_in_a_row(self, count: int) -> tuple[list[Numbers], list[bool]]:
         """Calls the step, each time with what it returned the time before.
@@ -322,6 +337,27 @@ def is_new(old: Any, new: Any, exempt: Any | None = None) -> np.ndarray:
     if exempt is not None:
         found[exempt] = False
     return found
+
+
+def nonfinite_since(
+    subject: Subject,
+    old: Mapping[int, np.ndarray],
+    new: Mapping[int, np.ndarray],
+    exempt: Mapping[int, Any] = {},
+) -> frozenset[int]:
+    """The carried leaves in which an inf or NaN is new; not jls's own.
+
+    Args:
+      subject: the step.
+      old: numbers by leaf.
+      new: later ones.
+      exempt: the indices of elements that do not count, by leaf.
+    """
+    return frozenset(
+        i
+        for i in subject.carried.compared - subject.own
+        if is_inexact(new[i]) and is_new(old[i], new[i], exempt.get(i)).any()
+    )
 
 
 def with_changes(leaves: Leaves, changes: Mapping[int, Any]) -> Leaves:

@@ -196,7 +196,7 @@ def _share_lost(runner: Runner, good_run: Run, params: list[int]) -> float:
         has_moved = wide.after[i] != wide.before[i]
         moved += np.sum(has_moved)
         lost += np.sum(has_moved & (good_run.after[i] == good_run.before[i]))
-    return 0.0 if wide.any_skipped() or not moved else float(lost / moved)
+    return 0.0 if wide.skipped_once or not moved else float(lost / moved)
 
 
 def _that_cannot_fall(runner: Runner, good_run: Run, moments: list[int]) -> list[int]:
@@ -206,6 +206,6 @@ def _that_cannot_fall(runner: Runner, good_run: Run, moments: list[int]) -> list
         run = runner.run(good_run.given, "a good step with large moments", changes)
     except Exception:  # no run was left
         return []
-    if run.any_skipped():
+    if run.skipped_once:
         return []
     return [i for i in moments if np.array_equal(run.after[i], run.before[i])]
