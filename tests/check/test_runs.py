@@ -11,9 +11,10 @@ from steps import plain
 import jls
 from jls._tools.check import runs
 from jls._tools.check.check import read_step
-from jls._tools.check.findings import Findings
+from jls._tools.check.findings import Findings, away, broken, right, untried
 from jls._tools.check.good_steps import take_good_steps
 from jls._tools.check.leaves import as_numpy, is_rounding, same
+from jls._tools.check.mistakes.table import MISTAKES
 from jls._tools.check.planting import inf_is_applied
 
 # The mistakes that are planted here are warned of too.
@@ -115,7 +116,7 @@ def test_step_does_not_get_the_arrays_of_the_caller():
         given.extend(x for x in jax.tree.leaves(args) if isinstance(x, jax.Array))
         return step(*args)
 
-    runner, _, _ = read_step(notes, args, {})
+    runner, _ = read_step(notes, args, {})
     given.clear()
     runner.run(runner.start, "a run")
     assert len(given) == len(jax.tree.leaves(args))
@@ -128,9 +129,11 @@ def test_step_does_not_get_the_arrays_of_the_caller():
 
 
 def good_steps_of(step, args):
-    runner, findings, _ = read_step(step, args, {})
-    good, *_ = take_good_steps(runner, findings)
-    return good, findings
+    runner, findings = read_step(step, args, {})
+    good = take_good_steps(runner, is_idle=False)
+    for mistake in MISTAKES:
+        findings.take(mistake.code, [*mistake.of_good_steps(good)])
+    return good.steps, findings
 
 
 def test_second_step_may_compile_once_more():
@@ -155,8 +158,8 @@ def applied_with_inf(change):
         loss, grads = steps.right_gradients(state, loss_fn, params, transform)
         return loss, jax.tree.map(change, grads)
 
-    runner, _, (cleaned, *_) = read_step(*small(gradients), {})
-    return inf_is_applied(runner.subject, runner.start, cleaned)
+    runner, _ = read_step(*small(gradients), {})
+    return inf_is_applied(runner.subject, runner.start, runner.subject.cleaned[0])
 
 
 def test_inf_that_is_lost_is_told_from_one_that_is_kept():
@@ -170,17 +173,16 @@ def test_inf_that_is_lost_is_told_from_one_that_is_kept():
 
 def test_mistake_that_was_found_stays_found():
     findings = Findings()
-    findings.right("retraced")
-    findings.broken("retraced", "it was compiled")
-    findings.broken("retraced", "it was compiled once more")
-    findings.right("retraced")
-    findings.not_tried("retraced", "no run was left")
+    found = right(), broken("it was compiled"), broken("it was compiled once more")
+    findings.take("retraced", found)
+    findings.take("retraced", [right(), untried("no run was left")])
     assert findings.of("broken")["retraced"].text == "it was compiled"
 
 
 def test_what_is_not_applicable_is_no_mistake_and_not_untried():
     findings = Findings()
-    findings.does_not_apply("out of sync", "there is one device")
+    found = untried("no run was left"), away("there is one device")
+    findings.take("out of sync", [*found, right()])
     findings.mark_others_not_tried("the step stopped")
     assert findings.status("out of sync") == "does not apply"
     assert findings.status("retraced") == "not tried"

@@ -19,15 +19,16 @@ from jls._mistakes import is_jit_disabled
 from jls._notes import noted
 from jls._tools.check.carried import Carried, Named, match
 from jls._tools.check.leaves import as_numbers, as_numpy, same
+from jls._tools.check.program import Program
 from jls._tools.check.static import Numbers, numbers_in, static_roots, subtree
 from jls._tools.check.subject import Subject, subject_of
-from jls._tools.reading.arguments import Arguments, BoundArguments, Item, items_of
-from jls._tools.reading.reading import Reading
+from jls._tools.reading.arguments import BoundArguments, Item, items_of
 from jls._tools.reading.scales import Scale
 from jls._tools.reading.slow import logging_if_slow
 from jls._tree import is_concrete, is_extended, is_inexact
 
 Leaves = list[Any]
+Numbered = Mapping[int, np.ndarray]  # numbers, by leaf
 
 # Ten runs or so are enough for most steps. `MOST_STEPS` good steps and a run for each
 # of `LOWER` are 23, which leaves nine for the faults of a step that needs all of these.
@@ -56,8 +57,8 @@ class Run(NamedTuple):
     # The arguments of a good step after it: the states of the scalers, and all that
     # does not come back, are as at the start.
     next: Leaves
-    before: Mapping[int, np.ndarray]  # the numbers in what is carried, and in scales
-    after: Mapping[int, np.ndarray]
+    before: Numbered  # the numbers in what is carried, and in scales
+    after: Numbered
     compiled: bool
     diverged: frozenset[int]  # leaves of which devices hold different copies
     changed: frozenset[int]  # carried leaves, and jls's own
@@ -78,7 +79,7 @@ class Run(NamedTuple):
 
     def counted(self, scale: Scale, counter: str) -> int:
         """By how much a counter of the wrapper rose."""
-        return _counted(self.before, self.after, scale, counter)
+        return _rise(self.before, self.after, scale.counters[counter])
 
 
 def run_of(
@@ -102,18 +103,17 @@ def run_of(
     numbers = subject.carried.compared | subject.own
     before = {i: as_numpy(given[i]) for i in numbers | subject.carried.leaves}
     after = before | {i: as_numpy(x) for i, x in new.items()}
-    backed_off, skipped_once, skipped = set[int](), set[int](), set[int]()
-    for scale in subject.scales:
-        if has_backed_off := _has_backed_off(before, after, scale):
-            backed_off.add(scale.at)
-        skips = calls = int(has_backed_off)
-        if scale.counters:
-            skips = _counted(before, after, scale, "skips")
-            calls = _counted(before, after, scale, "steps")
-        if skips > 0:
-            skipped_once.add(scale.at)
-            if skips == calls:
-                skipped.add(scale.at)
+    # What a wrapper has counted; of a bare scaler, whether it saw an overflow.
+    skips, calls = dict[int, int](), dict[int, int]()
+    backed_off = frozenset(
+        x.at for x in subject.scales if _has_backed_off(before, after, x)
+    )
+    for x in subject.scales:
+        skips[x.at] = calls[x.at] = int(x.at in backed_off)
+        if x.counters:
+            skips[x.at] = _rise(before, after, x.counters["skips"])
+            calls[x.at] = _rise(before, after, x.counters["steps"])
+    once = frozenset(at for at in skips if skips[at] > 0)
     return Run(
         given,
         next_one,
@@ -123,25 +123,17 @@ def run_of(
         diverged,
         frozenset(i for i in numbers if not same(before[i], after[i])),
         nonfinite_since(subject, before, after),
-        frozenset(backed_off),
-        frozenset(skipped_once),
-        frozenset(skipped),
+        backed_off,
+        once,
+        frozenset(at for at in once if skips[at] == calls[at]),
     )
 
 
-def _counted(
-    before: Mapping[int, np.ndarray],
-    after: Mapping[int, np.ndarray],
-    scale: Scale,
-    counter: str,
-) -> int:
-    at = scale.counters[counter]
+def _rise(before: Numbered, after: Numbered, at: int) -> int:
     return int((after[at] - before[at]).sum())
 
 
-def _has_backed_off(
-    before: Mapping[int, np.ndarray], after: Mapping[int, np.ndarray], scale: Scale
-) -> bool:
+def _has_backed_off(before: Numbered, after: Numbered, scale: Scale) -> bool:
     def rose(field: str) -> bool:
         at = scale.fields.get(field)
         return at is not None and bool(np.any(after[at] > before[at]))
@@ -158,27 +150,25 @@ class Runner:
     def __init__(
         self,
         step: Callable[..., Any],
-        arguments: Arguments,
-        scales: Sequence[Scale],
+        program: Program,
         named: Named,
-        reading: Reading | None,
     ) -> None:
-        self.step, self.arguments, self.left = step, arguments, RUNS
+        self.step, self.arguments, self.left = step, program.arguments, RUNS
         # The static numbers in the arguments, before and after the first run.
         self.numbers: tuple[Numbers, Numbers] | None = None
         # The leaves of the arguments, on the host; at a lower loss scale, if need be.
-        self.start = _to_host(arguments.leaves)
-        self._places = list(map(_placement_of, arguments.leaves))
+        self.start = to_host(self.arguments.leaves)
+        self._places = list(map(_placement_of, self.arguments.leaves))
         self.devices = set[jax.Device]()  # that hold what comes back
         self._named = named
-        self.subject = subject_of(arguments, scales, Carried(), reading)
-        if reading is not None:
-            self._match(reading.traced.outputs)
+        self.subject = subject_of(program, Carried())
+        if program.reading is not None:
+            self._match(program.reading.traced.outputs)
 
     def _match(self, outputs: Sequence[Item]) -> None:
         _, _, scales, reading, *_ = self.subject
         carried = match(self.arguments, outputs, scales, self._named, reading)
-        self.subject = subject_of(self.arguments, scales, carried, reading)
+        self.subject = subject_of(self.subject.program, carried)
 
     def run(self, leaves: Leaves, trial: str, changes: Mapping[int, Any] = {}) -> Run:
         """One call of the step with copies of `leaves`.
@@ -205,7 +195,7 @@ class Runner:
             self._places[i] = _placement_of(value)
             if is_concrete(value):
                 self.devices |= value.sharding.device_set
-        new = dict(zip(new, _to_host(list(new.values())), strict=True))
+        new = dict(zip(new, to_host(list(new.values())), strict=True))
         kept = subject.carried.leaves - {i for x in subject.scales for i in x.state}
         pairs = enumerate(zip(leaves, self.start, strict=True))
         next_one = [new.get(i, x) if i in kept else old for i, (x, old) in pairs]
@@ -298,7 +288,7 @@ def _copy_to(leaf: Any, place: Any) -> Any:
     return jnp.array(leaf, copy=True) if is_concrete(leaf) else leaf
 
 
-def _to_host(leaves: Leaves) -> Leaves:
+def to_host(leaves: Leaves) -> Leaves:
     """`leaves` with numpy arrays, all fetched at once.
 
     Keys and weakly typed arrays, which numpy has not, stay where they are.
@@ -341,8 +331,8 @@ def is_new(old: Any, new: Any, exempt: Any | None = None) -> np.ndarray:
 
 def nonfinite_since(
     subject: Subject,
-    old: Mapping[int, np.ndarray],
-    new: Mapping[int, np.ndarray],
+    old: Numbered,
+    new: Numbered,
     exempt: Mapping[int, Any] = {},
 ) -> frozenset[int]:
     """The carried leaves in which an inf or NaN is new; not jls's own.
