@@ -219,7 +219,7 @@ def read_step(
     kwargs: dict[str, Any],
     carried: CarriedNames = None,
 ) -> tuple[Runner, Findings]:
-    """The part of `check_step` that reads the program and runs nothing.
+    """The part of `check_step` that reads the program, and runs no step.
 
     Returns:
       What runs the step, and the findings.
