@@ -21,7 +21,7 @@ small = functools.partial(plain, inner=optax.adam(0.1))
 
 
 def read(step, *args, **options):
-    runner, _, _ = read_step(step, args, {}, **options)
+    runner, _ = read_step(step, args, {}, **options)
     return runner
 
 

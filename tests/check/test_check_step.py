@@ -16,8 +16,9 @@ from shared import bits
 from steps import BATCH, GRADIENTS, TOLD, X, plain, plain_loss, plain_params, wrap
 
 import jls
-from jls._tools.check import codes
 from jls._tools.check.codes import CODES
+from jls._tools.check.mistakes.skips import LEAVE_OUT
+from jls._tools.check.mistakes.table import MISTAKES
 
 # The mistakes that are planted here are warned of too, but for those of right steps.
 pytestmark = [
@@ -873,23 +874,16 @@ def test_step_must_be_a_function():
 # The text.
 
 
-LINES = [
-    {code: row.write for code, row in codes.TABLE.items()},
-    codes.NNX,
-    codes.NNX_BARE,
-    codes.LINEN,
-    codes.MULTI_STEPS,
-    codes.MASKED,
-    codes.PARTITION,
-]
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda x: x.code)
+def test_every_line_to_write_fits_on_a_screen(mistake):
+    for line in (mistake.write, *mistake.write_with.values()):
+        write = {mistake.code: line + LEAVE_OUT}
+        text = str(jls.types.StepCheck(broken=(mistake.code,), write=write))
+        assert all(len(row) <= 80 for row in text.splitlines())
 
 
-@pytest.mark.parametrize("lines", LINES)
-def test_every_line_to_write_fits_on_a_screen(lines):
-    for code, line in lines.items():
-        write = {code: f"{line}. {codes.LEAVE_OUT}"}
-        text = str(jls.types.StepCheck(broken=(code,), write=write))
-        assert all(len(row) <= 80 for row in text.splitlines()), code
+def test_every_code_is_a_mistake_that_is_looked_for_once():
+    assert sorted(x.code for x in MISTAKES) == sorted(CODES)
 
 
 def test_the_docstring_lists_the_codes_in_their_order():

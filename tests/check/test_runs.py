@@ -9,12 +9,13 @@ import steps
 from steps import plain
 
 import jls
+from jls._tools.check import runs
 from jls._tools.check.check import read_step
-from jls._tools.check.findings import Findings
+from jls._tools.check.findings import Findings, away, broken, right, untried
 from jls._tools.check.good_steps import take_good_steps
 from jls._tools.check.leaves import as_numpy, is_rounding, same
+from jls._tools.check.mistakes.table import MISTAKES
 from jls._tools.check.planting import inf_is_applied
-from jls._tools.check.runs import Run
 
 # The mistakes that are planted here are warned of too.
 pytestmark = [
@@ -55,12 +56,9 @@ def test_nan_is_the_same_as_nan_and_inf_is_another():
 def run_of(runner, **new):
     """A run in which the leaves of the wrapper with these names have new values."""
     start, (scale,) = runner.start, runner.subject.scales
-    before = {i: as_numpy(start[i]) for i in runner.subject.own}
-    after = dict(before)
-    for name, value in new.items():
-        at = (scale.fields | scale.counters)[name]
-        after[at] = np.asarray(value, after[at].dtype)
-    return Run(runner.subject, start, start, before, after, False, frozenset()), scale
+    at = scale.fields | scale.counters
+    after = {at[x]: np.asarray(y, as_numpy(start[at[x]]).dtype) for x, y in new.items()}
+    return runs.run_of(runner.subject, start, start, after), scale
 
 
 def small(*args, **kwargs):
@@ -75,14 +73,14 @@ def runner():
 def test_all_calls_of_a_wrapper_have_to_skip_to_be_a_skip(runner):
     for calls, skips, is_skip in [(1, 1, True), (1, 0, False), (2, 1, False)]:
         run, scale = run_of(runner, steps=calls, skips=skips)
-        assert run.was_skipped(scale) == is_skip
-        assert run.any_skipped() == bool(skips)
+        assert run.skipped == ({scale.at} if is_skip else set())
+        assert run.skipped_once == ({scale.at} if skips else set())
 
 
 def test_scaler_that_counts_down_has_backed_off(runner):
     def backed_off(**new):
         run, scale = run_of(runner, **new)
-        return run.backed_off(scale)
+        return scale.at in run.backed_off
 
     assert backed_off(loss_scale=512.0)
     assert backed_off(nonfinite_count=1)
@@ -103,7 +101,7 @@ def test_next_step_starts_with_what_came_back_at_the_first_scale(runner):
     run = runner.run(leaves, "a step", {scale.at: np.inf})
     assert run.given[scale.at] == np.inf
     assert leaves[scale.at] == run.next[scale.at] == 1024.0
-    (steps,) = (i for i in run.changed() if i == scale.counters["steps"])
+    (steps,) = (i for i in run.changed if i == scale.counters["steps"])
     assert run.next[steps] == run.after[steps] == 1
 
 
@@ -118,7 +116,7 @@ def test_step_does_not_get_the_arrays_of_the_caller():
         given.extend(x for x in jax.tree.leaves(args) if isinstance(x, jax.Array))
         return step(*args)
 
-    runner, _, _ = read_step(notes, args, {})
+    runner, _ = read_step(notes, args, {})
     given.clear()
     runner.run(runner.start, "a run")
     assert len(given) == len(jax.tree.leaves(args))
@@ -131,9 +129,11 @@ def test_step_does_not_get_the_arrays_of_the_caller():
 
 
 def good_steps_of(step, args):
-    runner, findings, _ = read_step(step, args, {})
-    good, *_ = take_good_steps(runner, findings)
-    return good, findings
+    runner, findings = read_step(step, args, {})
+    good = take_good_steps(runner, is_idle=False)
+    for mistake in MISTAKES:
+        findings.take(mistake.code, [*mistake.of_good_steps(good)])
+    return good.steps, findings
 
 
 def test_second_step_may_compile_once_more():
@@ -158,8 +158,8 @@ def applied_with_inf(change):
         loss, grads = steps.right_gradients(state, loss_fn, params, transform)
         return loss, jax.tree.map(change, grads)
 
-    runner, _, (cleaned, *_) = read_step(*small(gradients), {})
-    return inf_is_applied(runner.subject, runner.start, cleaned)
+    runner, _ = read_step(*small(gradients), {})
+    return inf_is_applied(runner.subject, runner.start, runner.subject.cleaned[0])
 
 
 def test_inf_that_is_lost_is_told_from_one_that_is_kept():
@@ -173,17 +173,16 @@ def test_inf_that_is_lost_is_told_from_one_that_is_kept():
 
 def test_mistake_that_was_found_stays_found():
     findings = Findings()
-    findings.right("retraced")
-    findings.broken("retraced", "it was compiled")
-    findings.broken("retraced", "it was compiled once more")
-    findings.right("retraced")
-    findings.not_tried("retraced", "no run was left")
+    found = right(), broken("it was compiled"), broken("it was compiled once more")
+    findings.take("retraced", found)
+    findings.take("retraced", [right(), untried("no run was left")])
     assert findings.of("broken")["retraced"].text == "it was compiled"
 
 
 def test_what_is_not_applicable_is_no_mistake_and_not_untried():
     findings = Findings()
-    findings.does_not_apply("out of sync", "there is one device")
+    found = untried("no run was left"), away("there is one device")
+    findings.take("out of sync", [*found, right()])
     findings.mark_others_not_tried("the step stopped")
     assert findings.status("out of sync") == "does not apply"
     assert findings.status("retraced") == "not tried"

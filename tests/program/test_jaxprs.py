@@ -86,7 +86,7 @@ def arguments(big):
 
 def read():
     """Reads the step, and its places; and a tracer, for a warning."""
-    runner, findings, _ = read_step(step, arguments(0.1), {})
+    runner, findings = read_step(step, arguments(0.1), {})
     params, state, batch = arguments(0.1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

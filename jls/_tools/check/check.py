@@ -2,7 +2,7 @@
 """`jls.check_step`: injects faults into a step and names the mistakes it finds."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
@@ -10,21 +10,24 @@ import numpy as np
 import optax
 
 from jls import _validate
-from jls._mistakes import is_equinox, is_jit_disabled
-from jls._program.facts import Value
+from jls._mistakes import is_jit_disabled
 from jls._program.frames import Frame
 from jls._program.places import Place, short_path
-from jls._state import find, how_to_nest, is_wrapper_state
+from jls._state import how_to_nest
 from jls._text import no_field, wrapped
-from jls._tools.check import codes
-from jls._tools.check.codes import CODES, TABLE, Code
-from jls._tools.check.faults import try_all
-from jls._tools.check.findings import Findings
+from jls._tools.check.codes import CODES, Code
+from jls._tools.check.faults import inject
+from jls._tools.check.findings import Finding, Findings, untried
 from jls._tools.check.float8 import float8_notes
+from jls._tools.check.good_steps import take_good_steps
+from jls._tools.check.mistakes.mistake import Mistake
+from jls._tools.check.mistakes.steps import is_idle
+from jls._tools.check.mistakes.storage import note_still
+from jls._tools.check.mistakes.table import MISTAKES
 from jls._tools.check.program import read_program
-from jls._tools.check.proofs import read_codes
 from jls._tools.check.runs import Runner
 from jls._tools.check.subject import Subject
+from jls._tools.check.tolerance import note_tolerances
 from jls._tools.reading.arguments import Arguments, open_call
 from jls._tools.reading.precision import Precision, PrecisionReport, in_words, look_at
 from jls._tools.reading.reading import Reading
@@ -32,6 +35,7 @@ from jls._tools.reading.scales import Scale, scales_in
 from jls._tree import is_array
 
 CarriedNames = Mapping[int | str, Iterable[str]] | Iterable[int | str] | None
+_TABLE = {mistake.code: mistake for mistake in MISTAKES}
 
 
 class StepCheck(NamedTuple):
@@ -92,11 +96,11 @@ class StepCheck(NamedTuple):
                 place = self.where.get(code)
                 if place and place.file:
                     rows.append(("", "where", f"{short_path(place.file)}:{place.line}"))
-                rows.append(("", "write", self.write.get(code, TABLE[code].write)))
+                rows.append(("", "write", self.write.get(code, _TABLE[code].write)))
             elif code in self.not_tried:
                 rows.append((code, "not tried", self.not_tried[code]))
             elif code not in self.not_applicable:
-                text = TABLE[code].right + self.seen.get(code, "")
+                text = _TABLE[code].right + self.seen.get(code, "")
                 rows.append((code, "ok", text))
         for name, reason in self.not_tried.items():
             if name not in CODES:
@@ -188,22 +192,18 @@ def check_step(
       ('not scaled', 'loss not passed')
     """
     with jax.debug_nans(False):  # NaN is what the faults are made of
-        runner, findings, cleaned = read_step(step, args, kwargs, carried)
-        if findings.status("state narrowed") == "broken":
-            findings.mark_others_not_tried("mend the dtypes of the state first")
-        else:
-            try_all(runner, findings, cleaned)
+        runner, findings = read_step(step, args, kwargs, carried)
+        if not findings.ends:
+            _try_all(runner, findings)
+        findings.mark_others_not_tried(findings.ends or "no trial shows it")
     subject = runner.subject
-    findings.mark_others_not_tried("no trial shows it")
     for i in sorted(subject.carried.doubtful):
-        findings.not_tried(
-            subject.items[i].path[0],
+        reason = (
             "taken as data, but a result looks like it; if it is state, name all "
-            "arguments that come back: jls.check_step(step, ..., carried=(0, 1))",
+            "arguments that come back: jls.check_step(step, ..., carried=(0, 1))"
         )
-    findings.notes[:0] = _notes(subject)
-    lines = _lines_to_write((args, kwargs), subject, runner.arguments.names)
-    check = _step_check(subject, findings, lines)
+        findings.take(subject.items[i].path[0], [untried(reason)])
+    check = _step_check(subject, findings)
     products = check.precision.products if check.precision else ()
     if any(name.startswith("float8") for name, *_ in products):
         check = check._replace(notes=(*check.notes, *float8_notes(runner)))
@@ -221,11 +221,11 @@ def read_step(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     carried: CarriedNames = None,
-) -> tuple[Runner, Findings, tuple[Value, ...]]:
-    """The part of `check_step` that reads the program and runs nothing.
+) -> tuple[Runner, Findings]:
+    """The part of `check_step` that reads the program, and runs no step.
 
     Returns:
-      What runs the step, the findings, and the gradients that may have lost an inf.
+      What runs the step, and the findings.
     """
     _validate.function("step", step)
     given = len(args)
@@ -233,15 +233,58 @@ def read_step(
     step, args, arguments = open_call("jls.check_step", "step", step, args, kwargs)
     named = _named(carried, arguments, len(args) - given)
     scales = _require_scales(args, kwargs, arguments)
-    findings = Findings()
-    arguments, reading = read_program(step, arguments, scales, findings)
-    runner = Runner(step, arguments, scales, named, reading)
-    cleaned = read_codes(runner.subject, _around((args, kwargs)), findings)
-    return runner, findings, cleaned
+    program = read_program(step, arguments, scales, (args, kwargs))
+    runner = Runner(step, program, named)
+    subject, findings = runner.subject, Findings()
+    missing = ", ".join(subject.scales[k].name for k in subject.missing)
+    for mistake in MISTAKES:
+        found = [*mistake.read(subject)]
+        if mistake.needs and program.reading is None:
+            reason = f"there is no program to read: {program.reason}"
+            found = [untried(reason), *found]
+        elif mistake.needs == "updates" and missing:
+            reason = f"no update with {missing} was found in the program of the step"
+            found = [untried(reason), *found]
+        findings.take(mistake.code, found)
+    return runner, findings
+
+
+def _try_all(runner: Runner, findings: Findings) -> None:
+    """Takes good steps, then injects faults, and asks what both show."""
+    try:
+        good = take_good_steps(runner, is_idle(runner.subject))
+    except ValueError as error:
+        if not findings.of("broken"):
+            raise
+        # The reading says why, and what to write.
+        findings.ends = str(error).partition(". ")[0]
+        return
+    for mistake in MISTAKES:
+        findings.take(mistake.code, [*mistake.of_good_steps(good)])
+    if findings.ends:
+        return
+    if not good.why_unmoved:
+        runner.left += 2 * good.window
+    runner.left += sum(bool(scale.spikes) for scale in good.subject.scales)
+    for note in (note_still, note_tolerances):
+        findings.take("", [*note(good)])
+    faults = inject(good, findings.status)
+    for name, reason in faults.not_tried.items():
+        findings.take(name, [reason])
+    for mistake in MISTAKES:
+        found = [*mistake.of_faults(faults)]
+        if good.subject.reading is None and not mistake.is_sure_unread:
+            found = [
+                untried(f"{x.text}. Without a program to read, that may be right")
+                if isinstance(x, Finding) and x.status == "broken"
+                else x
+                for x in found
+            ]
+        findings.take(mistake.code, found)
 
 
 def _notes(subject: Subject) -> list[str]:
-    items, carried = subject.items, subject.carried
+    items, carried, program = subject.items, subject.carried, subject.program
     mine = dict.fromkeys(items[i].path[0] for i in sorted(carried.leaves))
     data = dict.fromkeys(x.path[0] for x in items if x.path[0] not in mine)
     as_data = f" Taken as data: {', '.join(data)}." if data else ""
@@ -253,6 +296,10 @@ def _notes(subject: Subject) -> list[str]:
             f"{'is' if len(weak) == 1 else 'are'} weakly typed, and what comes back is "
             "not. Give it a dtype: jnp.array(1.0, jnp.float32)."
         )
+    if program.reading is None:
+        notes.append(f"The precision is not known: {program.reason}.")
+    elif not (program.is_compiled or program.reading.traced.is_jitted):
+        notes.append("Not jitted as passed: step = jax.jit(step).")
     return notes
 
 
@@ -272,12 +319,13 @@ def _losing_weak_types(subject: Subject) -> list[int]:
     ]
 
 
-def _step_check(
-    subject: Subject, findings: Findings, lines: Mapping[Code, str]
-) -> StepCheck:
+def _step_check(subject: Subject, findings: Findings) -> StepCheck:
     broken, away = findings.of("broken"), findings.of("does not apply")
     seen = findings.of("right") | broken
-    write: dict[str, str] = {code: x.write or lines[code] for code, x in broken.items()}
+    write: dict[str, str] = {
+        code: x.write or _line_to_write(_TABLE[code], subject)
+        for code, x in broken.items()
+    }
     precision, half = None, ""
     if subject.reading is not None:
         precision, half, more = look_at_precision(subject, subject.reading)
@@ -289,63 +337,34 @@ def _step_check(
         seen={code: x.text for code, x in seen.items() if x.text},
         where={code: x.place for code, x in broken.items() if x.place},
         write=write,
-        notes=tuple(findings.notes),
+        notes=(*_notes(subject), *findings.notes),
         precision=precision,
         half=half,
         doubts=tuple(findings.doubts),
     )
 
 
-def _around(given: Any) -> set[type]:
-    """The types of optax's states in which there is a wrapper's."""
-    kinds = (optax.LookaheadState, *_OUTSIDE)
-    nodes = [
-        node
-        for kind in kinds
-        for _, node in find(given, lambda node, kind=kind: isinstance(node, kind))
-    ]
-    return {type(node) for node in nodes if find(node, is_wrapper_state)}
+def _line_to_write(mistake: Mistake, subject: Subject) -> str:
+    """The line to write for a mistake in this step."""
+    line, lines = mistake.write, mistake.write_with
+    for library in subject.program.libraries:
+        line = lines.get(library, line)
+        if library.startswith("nnx") and library in lines:
+            line = _with_names(line, _names_in(subject))
+    if not subject.has_wrapper:  # only the scaler's state: nothing knows of the skip
+        line = line.replace("opt_state.applied", "jls.all_finite(grads)")
+    line += mistake.write_after
+    outside = set(subject.program.outside)
+    if optax.PartitionState in outside:  # it masks each of its parts
+        outside.discard(optax.MaskedState)
+    for kind, other in lines.items():
+        line = f"{other}; and {line}" if kind in outside else line
+    return line
 
 
-def _lines_to_write(
-    given: Any, subject: Subject, positional: Sequence[str]
-) -> dict[Code, str]:
-    """The line to write for each mistake, in a step with these arguments.
-
-    Args:
-      given: the arguments.
-      subject: the step.
-      positional: the names of the positional arguments.
-    """
-    lines: dict[Code, str] = {code: row.write for code, row in TABLE.items()}
-    has_wrapper = any(scale.counters for scale in subject.scales)
-    if find(given, lambda node: hasattr(node, "apply_gradients")):
-        lines |= codes.LINEN
-    if find(given, is_equinox):
-        lines |= codes.EQUINOX
-    if subject.in_place:
-        own = codes.NNX if has_wrapper else codes.NNX_BARE
-        names = _names_in(subject, positional)
-        lines |= {code: _with_names(line, names) for code, line in own.items()}
-    if not has_wrapper:  # only the scaler's state: no optimizer knows of the skip
-        flag = ("opt_state.applied", "jls.all_finite(grads)")
-        lines = {code: line.replace(*flag) for code, line in lines.items()}
-    for code in ("nan committed", "not atomic"):
-        lines[code] += f". {codes.LEAVE_OUT}"
-    around = _around(given)
-    if optax.PartitionState in around:  # it masks each of its parts
-        around.discard(optax.MaskedState)
-    for kind, outside in _OUTSIDE.items():
-        if kind in around:
-            lines |= {
-                code: f"{line}; and {lines[code]}" for code, line in outside.items()
-            }
-    return lines
-
-
-def _names_in(subject: Subject, positional: Sequence[str]) -> dict[str, str]:
+def _names_in(subject: Subject) -> dict[str, str]:
     """An NNX step's own names of its arguments, by the usual ones; {} if not clear."""
-    items, in_place = subject.items, subject.in_place
+    items, in_place = subject.items, subject.program.arguments.in_place
     if len(subject.scales) != 1:
         return {}
     (scale,) = subject.scales
@@ -355,7 +374,7 @@ def _names_in(subject: Subject, positional: Sequence[str]) -> dict[str, str]:
     if not is_whole or len(trained) != 1 or carries in trained:
         return {}
     others = {carries, *trained, *in_place}
-    data = [name for name in positional if name not in others]
+    data = [x for x in subject.program.arguments.names if x not in others]
     names = {
         "optimizer" if scale.counters else "state": [carries],
         "model": list(trained),
@@ -368,14 +387,6 @@ def _names_in(subject: Subject, positional: Sequence[str]) -> dict[str, str]:
 def _with_names(line: str, names: Mapping[str, str]) -> str:
     """A line to write with the names of arguments, where it is code."""
     return re.sub(r"\w+(?=[,).])", lambda found: names.get(found[0], found[0]), line)
-
-
-# Transformations that go inside the wrapper, by their states.
-_OUTSIDE: dict[Any, dict[Code, str]] = {
-    optax.MultiStepsState: codes.MULTI_STEPS,
-    optax.MaskedState: codes.MASKED,
-    optax.PartitionState: codes.PARTITION,
-}
 
 
 def _require_scales(

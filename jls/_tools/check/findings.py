@@ -1,86 +1,88 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The findings of `jls.check_step` so far, by code."""
+"""The findings of `jls.check_step`, by code."""
 
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from jls._program.places import Place
 from jls._tools.check.codes import CODES, Code
-from jls._tools.reading.updates import SeenValue
-
-# A run may show these of a right step: only a program says what is an average, noise
-# or a buffer.
-DOUBTFUL: tuple[Code, ...] = ("overflow hidden", "nan committed", "not atomic")
-
-
-class Mix(NamedTuple):
-    """What may make the gradients depend on the loss scale: only numbers tell.
-
-    It is a sum of what the scale is a factor of, and of what it is not, which is a leak
-    or part of a solve; or an operation without a rule.
-    """
-
-    evidence: str
-    place: Place
-    given: list[SeenValue]  # what a wrapper is given, and it goes into
-    is_sum: bool
-
 
 Status = Literal["right", "broken", "not tried", "does not apply"]
 
 
 class Finding(NamedTuple):
-    """The status of one code."""
+    """What is found of one code."""
 
     status: Status
     text: str  # the evidence if broken, a note if right, else the reason
     place: Place | None = None
     write: str = ""  # the line to write, if it is not that of the code
+    ends: str = ""  # why no other code is tried, if it is so
+
+
+class Note(NamedTuple):
+    """A line on what is no mistake."""
+
+    text: str = ""
+    # What may be meant, but trains nothing or wrongly if it is not: the headline says
+    # it.
+    doubt: str = ""
+
+
+Found = Iterator[Finding | Note]
+
+
+def broken(
+    evidence: str, place: Place | None = None, write: str = "", ends: str = ""
+) -> Finding:
+    return Finding("broken", evidence, place, write, ends)
+
+
+def right(note: str = "") -> Finding:
+    return Finding("right", note)
+
+
+def untried(reason: str) -> Finding:
+    return Finding("not tried", reason)
+
+
+def away(reason: str) -> Finding:
+    return Finding("does not apply", reason)
+
+
+# These count, whatever comes before, but a mistake that was found stays found. Of the
+# rest the first one counts.
+_STRONG: tuple[Status, ...] = ("broken", "does not apply")
 
 
 class Findings:
-    """The findings, by code. A mistake that was found stays found."""
+    """The findings so far."""
 
     def __init__(self) -> None:
         # By code; and arrays without a fault, by name.
         self._found: dict[str, Finding] = {}
-        self.notes: list[str] = []  # on what is no mistake
-        # Of what may be meant, but trains nothing or wrongly if it is not: the headline
-        # says it.
+        self.notes: list[str] = []
         self.doubts: list[str] = []
-        self.is_read = True  # whether there is a program
-        self.mix: Mix | None = None
-        # Why the step trains nothing, if it is not skipped, and the line to write: a
-        # factor of 0 is read, which may also be inf or NaN.
-        self.idle: tuple[str, str] | None = None
+        self.ends = ""  # why nothing more is tried
 
-    def broken(
-        self, code: Code, evidence: str, place: Place | None = None, write: str = ""
-    ) -> None:
-        if not self.is_read and code in DOUBTFUL:
-            reason = f"{evidence}. Without a program to read, that may be right"
-            self.not_tried(code, reason)
-        elif self.status(code) != "broken":
-            self._found[code] = Finding("broken", evidence, place, write)
-
-    def right(self, code: Code, note: str = "") -> None:
-        self._found.setdefault(code, Finding("right", note))
-
-    def not_tried(self, code: str, reason: str) -> None:
-        self._found.setdefault(code, Finding("not tried", reason))
-
-    def does_not_apply(self, code: Code, reason: str) -> None:
-        self._found[code] = Finding("does not apply", reason)
+    def take(self, code: str, found: Sequence[Finding | Note]) -> None:
+        for x in found:
+            if isinstance(x, Note):
+                self.notes += [x.text] if x.text else []
+                self.doubts += [x.doubt] if x.doubt else []
+                continue
+            self.ends = self.ends or x.ends
+            old = self.status(code)
+            if old is None or (x.status in _STRONG and old != "broken"):
+                self._found[code] = x
 
     def status(self, code: str) -> Status | None:
         found = self._found.get(code)
         return found.status if found else None
 
-    def is_settled(self, code: Code) -> bool:
-        return self.status(code) in ("right", "broken", "does not apply")
-
     def mark_others_not_tried(self, reason: str) -> None:
         for code in CODES:
-            self.not_tried(code, reason)
+            self._found.setdefault(code, untried(reason))
 
     @property
     def untried(self) -> dict[str, str]:

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The good steps of `jls.check_step`, which lead to where faults are injected."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jls._program.frames import Frame
 from jls._scopes import NEW
-from jls._text import format_scale, join
-from jls._tools.check.findings import Findings
+from jls._text import format_scale
 from jls._tools.check.leaves import as_numpy
-from jls._tools.check.runs import OutOfRunsError, Run, Runner, with_changes
+from jls._tools.check.runs import Run, Runner, with_changes
 from jls._tools.check.subject import Subject
 from jls._tools.reading.keep import argument_of
 from jls._tools.reading.scales import is_switched_off
@@ -23,109 +22,79 @@ MOST_STEPS = 16
 LOWER = (4, 4, 4, 4, 8, 8, 16)
 
 
-def take_good_steps(
-    runner: Runner, findings: Findings
-) -> tuple[list[Run], Run | None, int]:
+class Good(NamedTuple):
+    """The good steps that were taken."""
+
+    runner: Runner
+    subject: Subject
+    steps: list[Run]
+    run: Run  # the step in whose place faults are injected
+    window: int = 1  # how many steps there are from one move to the next
+    why_unmoved: str = ""  # why the parameters are not seen to move, "" if they are
+    trains: bool = True  # False if the first one shows that no step does
+
+    @property
+    def always_compile(self) -> bool:
+        return len(self.steps) >= 3 and all(run.compiled for run in self.steps)
+
+
+def take_good_steps(runner: Runner, is_idle: bool) -> Good:
     """Takes good steps, one after the other, until the parameters have moved.
 
-    No fault makes sense if nothing is carried, or if every call compiles: then all
-    codes are in `findings`.
-
-    Returns:
-      The steps; the one in whose place faults are injected, None if the parameters
-      never move; and how many steps there are from one move to the next.
+    Args:
+      runner: of the step.
+      is_idle: whether the step trains nothing, if it is not skipped.
     """
     first = runner.run(runner.start, "the first good step")
-    if not first.changed():
-        findings.broken("no step", "a good step changed nothing that the step carries")
-        return [first], None, 1
-    good = [_at_a_lower_scale(runner, first)]
-    if findings.idle and not good[0].any_skipped() and not good[0].nonfinite():
-        evidence, write = findings.idle
-        findings.broken("no step", evidence, write=write)
-        return good, None, 1
-    base, window = _step_until_moved(runner, good)
-    # The third step is the first that must not compile: the second may, for the types
-    # and devices that the first one returned.
-    while len(good) < 3:
-        good.append(runner.run(good[-1].next, "a good step"))
-    if base is not None and _returns_old_state(runner.subject, good):
-        findings.broken(
-            "no step",
-            "the parameters moved, but nothing in the optimizer state did: the step "
-            "seems to return the old state",
-        )
-    later = [n for n, run in enumerate(good, 1) if run.compiled and n > 2]
-    if later:
-        findings.broken("retraced", f"good step {later[0]} compiled the step once more")
-    _look_for_counting_numbers(runner, findings)
-    return good, base, window
+    trains = not first.keeps(runner.subject.carried.compared)
+    if trains:
+        first = _at_a_lower_scale(runner, first)
+        trains = not is_idle or bool(first.skipped_once or first.nonfinite)
+    good = Good(runner, runner.subject, [first], first, trains=trains)
+    if trains:
+        good = _step_until_moved(good)
+        # The third step is the first that must not compile: the second may, for the
+        # types and devices that the first one returned.
+        while len(good.steps) < 3:
+            good.steps.append(runner.run(good.steps[-1].next, "a good step"))
+    return good
 
 
-def _look_for_counting_numbers(runner: Runner, findings: Findings) -> None:
-    """Breaks "retraced" if a static number counts: each call is compiled for it."""
-    assert runner.numbers is not None
-    before, after = runner.numbers
-    if all(after.get(path, value) == value for path, value in before.items()):
-        return
-    try:
-        series, compiled = runner.calls_in_a_row(3)
-    except OutOfRunsError:
-        return
-    for path in series[0]:
-        values = [numbers.get(path) for numbers in series]
-        if len(set(values)) == len(values) and compiled[-1]:
-            findings.broken(
-                "retraced",
-                f"{join(*path)} is a static number that counts, {values[0]}, "
-                f"{values[1]}, {values[2]}: each call is compiled anew for it",
-            )
-        elif values[0] != values[1] and compiled[1] and not compiled[-1]:
-            findings.notes.append(
-                f"The second call compiles the step once more: {join(*path)} is a "
-                f"static number, {values[0]}, that comes back as {values[1]}."
-            )
+def _step_until_moved(good: Good) -> Good:
+    """Takes good steps until two have moved the parameters.
 
-
-def always_compiles(good: list[Run]) -> bool:
-    return len(good) >= 3 and all(run.compiled for run in good)
-
-
-def _returns_old_state(subject: Subject, good: list[Run]) -> bool:
-    """Whether no good step changed an optimizer state that counts its calls."""
-    scales, reading = subject.scales, subject.reading
-    if not all(x.counters for x in scales) or not subject.own <= subject.carried.leaves:
-        return False
-    if reading is None:
-        return all(run.keeps(subject.own) for run in good)
-    return any(scales[k].counters["steps"] in subject.frozen for k in reading.calls)
-
-
-def _step_until_moved(runner: Runner, good: list[Run]) -> tuple[Run | None, int]:
-    """Adds good steps to the first one until two have moved the parameters.
-
-    The base is the second step that moved, since moments are 0 in the first.
+    Faults are injected in the place of the second one, since moments are 0 in the
+    first.
     """
-    base, window, waited = None, 1, 1
+    params, moved, window, waited = good.subject.params, None, 1, 1
     for number in range(1, MOST_STEPS + 1):
-        run = good[-1]
-        if number > 1 and run.any_skipped():
+        run = good.steps[-1]
+        if number > 1 and run.skipped_once:
             break
-        if run.moved():
-            base, window, waited = run, max(waited, window), 0
+        if params and not any(map(run.keeps, params)):
+            moved, window, waited = run, max(waited, window), 0
             if number > 1:
                 break
-        if number == MOST_STEPS or always_compiles(good):
+        if number == MOST_STEPS or good.always_compile:
             break
         waited += 1
-        good.append(runner.run(run.next, f"good step {number + 1}"))
-    return base, window
+        good.steps.append(good.runner.run(run.next, f"good step {number + 1}"))
+    if moved is not None:
+        return good._replace(run=moved, window=window)
+    count = max(3, len(good.steps))
+    reason = f"the parameters did not move in {count} good steps"
+    if not params:
+        reason = (
+            "the updates are applied to nothing that comes back: apply them, or name "
+            "all arguments that come back with carried="
+        )
+    return good._replace(why_unmoved=reason)
 
 
 def _at_a_lower_scale(runner: Runner, run: Run) -> Run:
     """The first good step again, at loss scales that are lowered until none skips."""
     used = [x for x in runner.subject.scales if x.counters or not run.keeps(x.state)]
-    skipped = list(filter(run.was_skipped, used))
+    skipped = [x for x in used if x.at in run.skipped]
     for bits in LOWER:
         for scale in skipped:
             if scale.counters and run.counted(scale, "nonfinite_losses"):
@@ -151,7 +120,7 @@ def _at_a_lower_scale(runner: Runner, run: Run) -> Run:
             break
         runner.start = with_changes(start, changes)
         run = runner.run(runner.start, "a good step at a lower loss scale")
-        skipped = list(filter(run.was_skipped, used))
+        skipped = [x for x in used if x.at in run.skipped]
     if skipped:
         _raise_if_float32_is_finite(runner)
         scales = ", ".join(

@@ -7,95 +7,124 @@ given one, or returns one, is read as if its state had kept its dtypes, and not 
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
+from jls._mistakes import is_equinox
 from jls._program.jaxprs import is_exact_cast
+from jls._state import find, is_wrapper_state
 from jls._text import join, listed
-from jls._tools.check.codes import Code
-from jls._tools.check.findings import Findings
-from jls._tools.check.proofs import BY_READING, SUMMED
 from jls._tools.reading.arguments import Arguments, Item, Keys
-from jls._tools.reading.reading import Reading, try_to_trace
+from jls._tools.reading.reading import Reading, Unread, try_to_trace
 from jls._tools.reading.scales import Scale, without_value
 from jls._tools.reading.trace import Traced
 from jls._tree import is_concrete, is_inexact, is_narrow, widen
 
-CODE: Code = "state narrowed"
+Library = Literal["linen", "equinox", "nnx", "nnx without a wrapper"]
+# Of optax's wrappers, those that may be a mistake if they are around jls's.
+_OUTSIDE = (
+    optax.LookaheadState,
+    optax.MultiStepsState,
+    optax.MaskedState,
+    optax.PartitionState,
+)
+
+
+class Program(NamedTuple):
+    """What the program of a step is read as."""
+
+    arguments: Arguments  # those that it is read and run with
+    scales: Sequence[Scale]
+    reading: Reading | None
+    reason: str  # why there is no reading, "" if there is
+    last: Traced | Unread  # the last trace
+    is_compiled: bool  # whether the step is one compiled program
+    narrowed: Sequence[str]  # what came in, or came back, in a narrower dtype
+    libraries: Sequence[Library]
+    outside: frozenset[type]  # optax's states in which there is a wrapper's
 
 
 def read_program(
-    step: Callable[..., Any],
-    arguments: Arguments,
-    scales: Sequence[Scale],
-    findings: Findings,
-) -> tuple[Arguments, Reading | None]:
-    """Reads the program of the step, and settles whether it syncs with the host.
-
-    Returns:
-      The arguments that it is read with, and what is read; None without a program.
-    """
-    arguments = _widen_scales(arguments, scales, findings)
+    step: Callable[..., Any], arguments: Arguments, scales: Sequence[Scale], tree: Any
+) -> Program:
+    """Reads the program of the step, `tree` being its arguments in a whole."""
+    arguments, narrowed = _widen_scales(arguments, scales)
     # A step may read a value every so many steps, which is right: it is a mistake only
     # if three traces in a row do.
     traces = [try_to_trace(step, arguments)]
     while len(traces) < 3 and traces[-1].reads:
         traces.append(try_to_trace(step, arguments))
     readable = [x for x in traces if isinstance(x, Traced)]
-    last = traces[-1]
-    if last.reads:
-        evidence = f"the step reads a value of the device ({last.reads})"
-        findings.broken("host sync", evidence)
-    elif isinstance(last, Traced) or _is_compiled(step):
-        findings.right("host sync")
-    else:
-        findings.not_tried("host sync", last.reason)
+    last, reading = traces[-1], None
     reason = "" if isinstance(last, Traced) else last.reason
     if readable:
-        traced = _restore_dtypes(readable[-1], arguments, scales, findings)
+        traced, cut = _restore_dtypes(readable[-1], arguments, scales)
+        narrowed += cut
         try:
-            reading = Reading(traced, scales)
+            reading, reason = Reading(traced, scales), ""
         except Exception as error:  # a program that no test has: run it all the same
             reason = f"it raises {type(error).__name__}"
-        else:
-            if not (_is_compiled(step) or traced.is_jitted):
-                findings.notes.append("Not jitted as passed: step = jax.jit(step).")
-            return arguments, reading
-    for code in (*BY_READING, CODE, SUMMED):
-        findings.not_tried(code, f"there is no program to read: {reason}")
-    findings.is_read = False
-    findings.notes.append(f"The precision is not known: {reason}.")
-    return arguments, None
+    is_compiled = hasattr(step, "lower") or isinstance(step, jax.stages.Compiled)
+    return Program(
+        arguments,
+        scales,
+        reading,
+        reason,
+        last,
+        is_compiled,
+        narrowed,
+        _libraries_of(arguments, scales, tree),
+        _outside(tree),
+    )
 
 
-def _is_compiled(step: Callable[..., Any]) -> bool:
-    """Whether a step is one compiled program."""
-    return hasattr(step, "lower") or isinstance(step, jax.stages.Compiled)
+def _libraries_of(
+    arguments: Arguments, scales: Sequence[Scale], tree: Any
+) -> list[Library]:
+    found: list[Library] = []
+    if find(tree, lambda node: hasattr(node, "apply_gradients")):
+        found.append("linen")
+    if find(tree, is_equinox):
+        found.append("equinox")
+    if arguments.in_place:
+        has_wrapper = any(scale.counters for scale in scales)
+        found.append("nnx" if has_wrapper else "nnx without a wrapper")
+    return found
+
+
+def _outside(tree: Any) -> frozenset[type]:
+    return frozenset(
+        kind
+        for kind in _OUTSIDE
+        for _, node in find(tree, lambda node, kind=kind: isinstance(node, kind))
+        if find(node, is_wrapper_state)
+    )
 
 
 def _widen_scales(
-    arguments: Arguments, scales: Sequence[Scale], findings: Findings
-) -> Arguments:
-    """`arguments` with loss scales in float32; those that were narrower are broken."""
-    items = list(arguments.items)
+    arguments: Arguments, scales: Sequence[Scale]
+) -> tuple[Arguments, list[str]]:
+    """`arguments` with loss scales in float32, and which were narrower."""
+    items, narrowed = list(arguments.items), list[str]()
     for scale in scales:
         loss_scale = items[scale.at].value
         if is_narrow(loss_scale):
             dtype = jnp.result_type(loss_scale)
-            findings.broken(CODE, f"the loss scale in {scale.name} came in as {dtype}")
+            narrowed.append(f"the loss scale in {scale.name} came in as {dtype}")
             wide = widen(loss_scale)
             wide = wide if is_concrete(loss_scale) else np.asarray(wide)
             items[scale.at] = items[scale.at]._replace(value=wide)
-    return arguments._replace(items=items)
+    return arguments._replace(items=items), narrowed
 
 
 def _restore_dtypes(
-    traced: Traced, arguments: Arguments, scales: Sequence[Scale], findings: Findings
-) -> Traced:
-    """`traced` with its states in the dtypes of `arguments`; narrower ones are broken.
+    traced: Traced, arguments: Arguments, scales: Sequence[Scale]
+) -> tuple[Traced, list[str]]:
+    """`traced` with its states in the dtypes of `arguments`, and what was narrower.
 
     States are found by the paths in them, since a narrower one is no longer alike. One
     that also comes back as it has to be, such as that of another network or beside a
@@ -123,12 +152,11 @@ def _restore_dtypes(
                     narrowed[join(*without_value(before.path))] = str(new.dtype)
                     whole = jax.ShapeDtypeStruct(new.shape, dtype)
                     items[n] = items[n]._replace(value=whole)
-    if narrowed:
-        dtypes = " and ".join(sorted(set(narrowed.values())))
-        findings.broken(CODE, f"{listed(list(narrowed))} came back as {dtypes}")
-    else:
-        findings.right(CODE)
-    return traced._replace(outputs=outputs, objects=objects)
+    traced = traced._replace(outputs=outputs, objects=objects)
+    if not narrowed:
+        return traced, []
+    dtypes = " and ".join(sorted(set(narrowed.values())))
+    return traced, [f"{listed(list(narrowed))} came back as {dtypes}"]
 
 
 def _below(items: Sequence[Item], root: Keys) -> dict[Keys, int]:

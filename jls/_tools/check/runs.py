@@ -19,15 +19,16 @@ from jls._mistakes import is_jit_disabled
 from jls._notes import noted
 from jls._tools.check.carried import Carried, Named, match
 from jls._tools.check.leaves import as_numbers, as_numpy, same
+from jls._tools.check.program import Program
 from jls._tools.check.static import Numbers, numbers_in, static_roots, subtree
 from jls._tools.check.subject import Subject, subject_of
-from jls._tools.reading.arguments import Arguments, BoundArguments, Item, items_of
-from jls._tools.reading.reading import Reading
+from jls._tools.reading.arguments import BoundArguments, Item, items_of
 from jls._tools.reading.scales import Scale
 from jls._tools.reading.slow import logging_if_slow
 from jls._tree import is_concrete, is_extended, is_inexact
 
 Leaves = list[Any]
+Numbered = Mapping[int, np.ndarray]  # numbers, by leaf
 
 # Ten runs or so are enough for most steps. `MOST_STEPS` good steps and a run for each
 # of `LOWER` are 23, which leaves nine for the faults of a step that needs all of these.
@@ -50,88 +51,97 @@ class OutOfRunsError(Exception):
 
 
 class Run(NamedTuple):
-    """One run of the step, on the host."""
+    """One run of the step, on the host, and what it did."""
 
-    subject: Subject
     given: Leaves  # all leaves of the arguments
     # The arguments of a good step after it: the states of the scalers, and all that
     # does not come back, are as at the start.
     next: Leaves
-    before: Mapping[int, np.ndarray]  # the numbers in what is carried, and in scales
-    after: Mapping[int, np.ndarray]
+    before: Numbered  # the numbers in what is carried, and in scales
+    after: Numbered
     compiled: bool
     diverged: frozenset[int]  # leaves of which devices hold different copies
-
-    def changed(self, exempt: Mapping[int, Any] = {}) -> set[int]:
-        """The carried leaves that it changed, except for the indices `exempt`."""
-        return {
-            i
-            for i in self.subject.carried.compared
-            if not same(self.before[i], self.after[i], exempt.get(i))
-        }
+    changed: frozenset[int]  # carried leaves, and jls's own
+    nonfinite: frozenset[int]  # carried leaves in which an inf or NaN is new
+    # Loss scales, by leaf: of those that saw an overflow, as far as the scaler's state
+    # shows, and of those of which a call, or every call, was skipped.
+    backed_off: frozenset[int]
+    skipped_once: frozenset[int]
+    skipped: frozenset[int]
 
     def keeps(self, leaves: Iterable[int]) -> bool:
         """Whether leaves are as they were."""
-        return all(same(self.before[i], self.after[i]) for i in leaves)
+        return self.changed.isdisjoint(leaves)
 
-    def comes_out_as(self, other: "Run") -> bool:
-        """Whether another run left the same parameters."""
-        params = self.subject.all_params
-        return all(same(self.after[i], other.after[i]) for i in params)
-
-    def moved(self) -> bool:
-        """Whether every wrapper moved some of the parameters that it trains."""
-        params = self.subject.params
-        return bool(params) and not any(map(self.keeps, params))
-
-    def nonfinite(
-        self, exempt: Mapping[int, Any] = {}, since: "Run | None" = None
-    ) -> set[int]:
-        """The carried leaves in which an inf or NaN is new; not jls's own.
-
-        Args:
-          exempt: the indices of elements that do not count, by leaf.
-          since: the run before which it is new; this one if None.
-        """
-        old = (since or self).before
-        return {
-            i
-            for i in self.subject.carried.compared - self.subject.own
-            if is_inexact(self.after[i])
-            and is_new(old[i], self.after[i], exempt.get(i)).any()
-        }
+    def comes_out_as(self, other: "Run", leaves: Iterable[int]) -> bool:
+        """Whether another run left the same numbers."""
+        return all(same(self.after[i], other.after[i]) for i in leaves)
 
     def counted(self, scale: Scale, counter: str) -> int:
         """By how much a counter of the wrapper rose."""
-        at = scale.counters[counter]
-        return int((self.after[at] - self.before[at]).sum())
+        return _rise(self.before, self.after, scale.counters[counter])
 
-    def was_skipped(self, scale: Scale) -> bool:
-        """Whether every call of the wrapper in this run skipped."""
-        if not scale.counters:
-            return self.backed_off(scale)
-        calls = self.counted(scale, "steps")
-        return calls > 0 and calls == self.counted(scale, "skips")
 
-    def any_skipped(self) -> bool:
-        return any(
-            self.counted(x, "skips") > 0 if x.counters else self.backed_off(x)
-            for x in self.subject.scales
-        )
+def run_of(
+    subject: Subject,
+    given: Leaves,
+    next_one: Leaves,
+    new: Mapping[int, Any],
+    compiled: bool = False,
+    diverged: frozenset[int] = frozenset(),
+) -> Run:
+    """What a run did.
 
-    def backed_off(self, scale: Scale) -> bool:
-        """Whether the scaler saw an overflow, as far as its state shows."""
+    Args:
+      subject: the step.
+      given: all leaves of the arguments.
+      next_one: those of a good step after it.
+      new: the leaves that came back.
+      compiled: whether the step was compiled.
+      diverged: leaves of which devices hold different copies.
+    """
+    numbers = subject.carried.compared | subject.own
+    before = {i: as_numpy(given[i]) for i in numbers | subject.carried.leaves}
+    after = before | {i: as_numpy(x) for i, x in new.items()}
+    # What a wrapper has counted; of a bare scaler, whether it saw an overflow.
+    skips, calls = dict[int, int](), dict[int, int]()
+    backed_off = frozenset(
+        x.at for x in subject.scales if _has_backed_off(before, after, x)
+    )
+    for x in subject.scales:
+        skips[x.at] = calls[x.at] = int(x.at in backed_off)
+        if x.counters:
+            skips[x.at] = _rise(before, after, x.counters["skips"])
+            calls[x.at] = _rise(before, after, x.counters["steps"])
+    once = frozenset(at for at in skips if skips[at] > 0)
+    return Run(
+        given,
+        next_one,
+        before,
+        after,
+        compiled,
+        diverged,
+        frozenset(i for i in numbers if not same(before[i], after[i])),
+        nonfinite_since(subject, before, after),
+        backed_off,
+        once,
+        frozenset(at for at in once if skips[at] == calls[at]),
+    )
 
-        def rose(field: str) -> bool:
-            at = scale.fields.get(field)
-            return at is not None and bool(np.any(self.after[at] > self.before[at]))
 
-        if np.any(self.after[scale.at] < self.before[scale.at]):
-            return True
-        if rose("nonfinite_count"):
-            return True
-        has_grown = "finite_count" not in scale.fields or rose("loss_scale")
-        return not has_grown and not rose("finite_count")
+def _rise(before: Numbered, after: Numbered, at: int) -> int:
+    return int((after[at] - before[at]).sum())
+
+
+def _has_backed_off(before: Numbered, after: Numbered, scale: Scale) -> bool:
+    def rose(field: str) -> bool:
+        at = scale.fields.get(field)
+        return at is not None and bool(np.any(after[at] > before[at]))
+
+    if np.any(after[scale.at] < before[scale.at]) or rose("nonfinite_count"):
+        return True
+    has_grown = "finite_count" not in scale.fields or rose("loss_scale")
+    return not has_grown and not rose("finite_count")
 
 
 class Runner:
@@ -140,27 +150,25 @@ class Runner:
     def __init__(
         self,
         step: Callable[..., Any],
-        arguments: Arguments,
-        scales: Sequence[Scale],
+        program: Program,
         named: Named,
-        reading: Reading | None,
     ) -> None:
-        self.step, self.arguments, self.left = step, arguments, RUNS
+        self.step, self.arguments, self.left = step, program.arguments, RUNS
         # The static numbers in the arguments, before and after the first run.
         self.numbers: tuple[Numbers, Numbers] | None = None
         # The leaves of the arguments, on the host; at a lower loss scale, if need be.
-        self.start = _to_host(arguments.leaves)
-        self._places = list(map(_placement_of, arguments.leaves))
+        self.start = to_host(self.arguments.leaves)
+        self._places = list(map(_placement_of, self.arguments.leaves))
         self.devices = set[jax.Device]()  # that hold what comes back
         self._named = named
-        self.subject = subject_of(arguments, scales, Carried(), reading)
-        if reading is not None:
-            self._match(reading.traced.outputs)
+        self.subject = subject_of(program, Carried())
+        if program.reading is not None:
+            self._match(program.reading.traced.outputs)
 
     def _match(self, outputs: Sequence[Item]) -> None:
         _, _, scales, reading, *_ = self.subject
         carried = match(self.arguments, outputs, scales, self._named, reading)
-        self.subject = subject_of(self.arguments, scales, carried, reading)
+        self.subject = subject_of(self.subject.program, carried)
 
     def run(self, leaves: Leaves, trial: str, changes: Mapping[int, Any] = {}) -> Run:
         """One call of the step with copies of `leaves`.
@@ -187,14 +195,11 @@ class Runner:
             self._places[i] = _placement_of(value)
             if is_concrete(value):
                 self.devices |= value.sharding.device_set
-        new = dict(zip(new, _to_host(list(new.values())), strict=True))
-        compared = subject.carried.leaves | subject.own
-        before = {i: as_numpy(leaves[i]) for i in compared}
-        after = before | {i: as_numpy(x) for i, x in new.items()}
+        new = dict(zip(new, to_host(list(new.values())), strict=True))
         kept = subject.carried.leaves - {i for x in subject.scales for i in x.state}
         pairs = enumerate(zip(leaves, self.start, strict=True))
         next_one = [new.get(i, x) if i in kept else old for i, (x, old) in pairs]
-        return Run(subject, leaves, next_one, before, after, compiled, diverged)
+        return run_of(subject, leaves, next_one, new, compiled, diverged)
 
     def calls_in_a_row(self, count: int) -> tuple[list[Numbers], list[bool]]:
         """Calls the step, each time with what it returned the time before.
@@ -283,7 +288,7 @@ def _copy_to(leaf: Any, place: Any) -> Any:
     return jnp.array(leaf, copy=True) if is_concrete(leaf) else leaf
 
 
-def _to_host(leaves: Leaves) -> Leaves:
+def to_host(leaves: Leaves) -> Leaves:
     """`leaves` with numpy arrays, all fetched at once.
 
     Keys and weakly typed arrays, which numpy has not, stay where they are.
@@ -322,6 +327,27 @@ def is_new(old: Any, new: Any, exempt: Any | None = None) -> np.ndarray:
     if exempt is not None:
         found[exempt] = False
     return found
+
+
+def nonfinite_since(
+    subject: Subject,
+    old: Numbered,
+    new: Numbered,
+    exempt: Mapping[int, Any] = {},
+) -> frozenset[int]:
+    """The carried leaves in which an inf or NaN is new; not jls's own.
+
+    Args:
+      subject: the step.
+      old: numbers by leaf.
+      new: later ones.
+      exempt: the indices of elements that do not count, by leaf.
+    """
+    return frozenset(
+        i
+        for i in subject.carried.compared - subject.own
+        if is_inexact(new[i]) and is_new(old[i], new[i], exempt.get(i)).any()
+    )
 
 
 def with_changes(leaves: Leaves, changes: Mapping[int, Any]) -> Leaves:

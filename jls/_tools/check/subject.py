@@ -4,19 +4,23 @@
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
+from jls._program.facts import Value
+from jls._scopes import GRADIENTS
 from jls._text import listed
 from jls._tools.check.carried import Carried
-from jls._tools.reading.arguments import Arguments, Item
+from jls._tools.check.program import Program
+from jls._tools.reading.arguments import Item
 from jls._tools.reading.reading import Reading, Result
 from jls._tools.reading.scales import Scale, is_switched_off
+from jls._tools.reading.updates import UpdateCall
 from jls._tree import is_inexact
 
 
 class Subject(NamedTuple):
     """The step that is checked. A leaf is one of its arguments, by index."""
 
+    program: Program
     items: Sequence[Item]
-    in_place: frozenset[str]  # names of the arguments that the step changes in place
     scales: Sequence[Scale]
     reading: Reading | None  # None without a program to read
     carried: Carried
@@ -30,17 +34,16 @@ class Subject(NamedTuple):
     # part of the optimizer. Without a program, all that come back.
     trained: frozenset[int]
     params: Sequence[frozenset[int]]  # what each wrapper trains outside of its state
-
-    @property
-    def live(self) -> list[int]:
-        """The scales that are not static and 1, by index."""
-        values = [self.items[x.at].value for x in self.scales]
-        pairs = enumerate(zip(values, self.scales, strict=True))
-        return [k for k, (value, x) in pairs if not is_switched_off(value, x)]
-
-    @property
-    def all_params(self) -> frozenset[int]:
-        return frozenset().union(*self.params)
+    all_params: frozenset[int]
+    has_wrapper: bool
+    live: Sequence[int]  # the scales that are not static and 1, by index
+    # The wrappers that come back, by the index of their scale. One that is only read,
+    # such as another network's, is given no gradients.
+    returned: Sequence[int]
+    missing: Sequence[int]  # those of them without an update in the program
+    calls: Sequence[tuple[int, UpdateCall]]  # updates, with the indices of their scales
+    cleaned: Sequence[Value]  # the gradients that may have lost an inf on their way
+    keeps_inf: bool  # whether the program shows that an inf in them reaches a wrapper
 
     def all_in(self, leaves: Iterable[int], among: frozenset[int]) -> bool:
         """Whether those of `leaves` that come back are all among others."""
@@ -57,12 +60,8 @@ class Subject(NamedTuple):
         return listed([self.items[i].name for i in sorted(leaves)])
 
 
-def subject_of(
-    arguments: Arguments,
-    scales: Sequence[Scale],
-    carried: Carried,
-    reading: Reading | None,
-) -> Subject:
+def subject_of(program: Program, carried: Carried) -> Subject:
+    arguments, scales, reading, *_ = program
     items = arguments.items
     own = frozenset(i for scale in scales for i in scale.own)
     roots = [scale.path for scale in scales]
@@ -95,9 +94,17 @@ def subject_of(
         ]
     if reading is None or not reading.calls:
         groups = [trained - inside]
+    by_scale = reading.calls if reading is not None else {}
+    wrappers = [k for k, scale in enumerate(scales) if scale.counters]
+    returned = [k for k in wrappers if scales[k].own & carried.leaves]
+    calls = [(k, call) for k in wrappers for call in by_scale.get(k, [])]
+    missing = [k for k in returned if reading is not None and k not in by_scale]
+    gradients = [x for _, call in calls for x in call.values(GRADIENTS)]
+    cleaned = [x for x in gradients if x.cleaned]
+    pairs = enumerate((items[x.at].value, x) for x in scales)
     return Subject(
+        program,
         items,
-        arguments.in_place,
         scales,
         reading,
         carried,
@@ -108,4 +115,12 @@ def subject_of(
         kept,
         trained,
         [x for x in groups if x],
+        frozenset().union(*groups),
+        bool(wrappers),
+        [k for k, (value, x) in pairs if not is_switched_off(value, x)],
+        returned,
+        missing,
+        calls,
+        cleaned,
+        bool(calls) and not missing and not cleaned,
     )

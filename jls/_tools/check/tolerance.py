@@ -17,13 +17,18 @@ from jls._program.places import place_of
 from jls._program.products import PRODUCTS
 from jls._scopes import UPDATE, marks_of
 from jls._text import listed
+from jls._tools.check.findings import Found, Note
+from jls._tools.check.good_steps import Good
 
 _COMPARES = ("ge", "gt", "le", "lt")
 _UNITS = 4.0  # of half: a tolerance over them is wide enough
 
 
-def note_tolerances(main: Frame, notes: list[str]) -> None:
+def note_tolerances(good: Good) -> Found:
     """Notes the loops of a program that end so."""
+    if good.subject.reading is None:
+        return
+    main = Frame(good.subject.reading.traced.program)
     found = dict.fromkeys(
         str(place_of(body.site))
         for body in main.all()
@@ -32,7 +37,7 @@ def note_tolerances(main: Frame, notes: list[str]) -> None:
     )
     if found:
         loops = "loop ends" if len(found) == 1 else "loops end"
-        notes.append(
+        yield Note(
             f"The {loops} by a tolerance, with a number that products in half give: "
             f"{listed(list(found))}. Rounded, it may take more iterations, or all. "
             "Keep those products in float32 (keep=), or widen the tolerance."

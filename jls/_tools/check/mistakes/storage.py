@@ -12,7 +12,8 @@ from jls._program.frames import Frame
 from jls._program.places import place_of
 from jls._program.products import products_in
 from jls._state import rounds_bfloat16
-from jls._tools.check.findings import Findings
+from jls._tools.check.findings import Found, Note
+from jls._tools.check.good_steps import Good
 from jls._tools.check.leaves import as_numpy
 from jls._tools.check.runs import Run, Runner
 from jls._tools.check.subject import Subject
@@ -27,12 +28,10 @@ _LARGE = 2.0**60
 _MANY_NUMBERS = 8
 
 
-def note_still(
-    runner: Runner, subject: Subject, good_run: Run, findings: Findings
-) -> None:
+def note_still(good: Good) -> Found:
     """Notes updates that are lost, and second moments that cannot fall."""
-    _note_rounded(subject, good_run, findings)
-    notes = findings.notes
+    runner, subject, good_run = good.runner, good.subject, good.run
+    yield from _note_rounded(subject, good_run)
     inside = [i for i in subject.inside if _SECOND & set(subject.items[i].path)]
     params = _in_bfloat16(good_run.before, subject.all_params)
     moments = _in_bfloat16(good_run.before, inside)
@@ -46,18 +45,18 @@ def note_still(
         known = {*averages, *(i for i, way in ways.items() if way in OF_UPDATES)}
         params = [i for i in params if i not in known]
         moments = []
-        _note_wide_products(subject.reading, notes)
-    _note_narrow_sums(subject, notes)
+        yield from _note_wide_products(subject.reading)
+    yield from _note_narrow_sums(subject)
     lost = _share_lost(runner, good_run, params)
     if lost >= 0.01:
-        notes.append(
+        yield Note(
             f"{100 * lost:.0f} % of the updates are lost: in bfloat16 less than 1/512 "
             f"of a parameter changes nothing ({subject.names(params)}). {_WRITE}: then "
             "they move."
         )
     lost = _share_lost(runner, good_run, averages)
     if lost >= 0.5:
-        notes.append(
+        yield Note(
             f"{100 * lost:.0f} % of the changes of {subject.names(averages)} are lost: "
             "in bfloat16 an average, or a network that follows another, stands still. "
             "Keep it in float32, as target = jls.master_params(params, opt_state) "
@@ -65,24 +64,24 @@ def note_still(
         )
     still = _that_cannot_fall(runner, good_run, moments) if moments else []
     if still:
-        notes.append(
+        yield Note(
             f"The second moment cannot fall: {subject.names(still)}, in bfloat16, "
             "decays by less than half a unit in a step, as with b2=0.999. "
             f"{_WRITE}: then it falls."
         )
 
 
-def _note_rounded(subject: Subject, good_run: Run, findings: Findings) -> None:
+def _note_rounded(subject: Subject, good_run: Run) -> Found:
     """Notes float32 parameters that come back as numbers of a narrower dtype."""
     for dtype in (jnp.bfloat16, jnp.float16):
         rounded = [i for i in subject.all_params if _is_rounded(good_run, i, dtype)]
         if rounded:
             name = jnp.dtype(dtype).name
-            findings.doubts.append(f"the new parameters are rounded to {name}")
-            findings.notes.append(
+            yield Note(
                 f"The step rounds {subject.names(rounded)} to {name}, so small updates "
                 "are lost. Keep parameters in float32: compute_dtype= casts them where "
-                "products take them."
+                "products take them.",
+                doubt=f"the new parameters are rounded to {name}",
             )
             return
 
@@ -97,11 +96,11 @@ def _is_rounded(run: Run, leaf: int, dtype: Any) -> bool:
     return moved.size >= _MANY_NUMBERS and bool(np.all(is_same))
 
 
-def _note_wide_products(reading: Reading, notes: list[str]) -> None:
+def _note_wide_products(reading: Reading) -> Found:
     """Notes that none is half, though the parameters are stored in bfloat16."""
     dtypes = {x.dtype for x in products_in(Frame(reading.traced.program))}
     if dtypes and all(jnp.finfo(x).bits >= 32 for x in dtypes if _is_float(x)):
-        notes.append(
+        yield Note(
             "The parameters are bfloat16, and all products are float32. If they are to "
             "be half too: compute_dtype=jnp.bfloat16."
         )
@@ -111,7 +110,7 @@ def _is_float(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
-def _note_narrow_sums(subject: Subject, notes: list[str]) -> None:
+def _note_narrow_sums(subject: Subject) -> Found:
     """Notes gradients of bfloat16 parameters that add up in bfloat16.
 
     Those of a lookup, by a scatter; those of what a loop shares, in its carry.
@@ -136,7 +135,7 @@ def _note_narrow_sums(subject: Subject, notes: list[str]) -> None:
         if is_sum and is_narrow(equation.outvars[0]):
             place = place_of(frame.site_of(index))
             where = f" ({place})" if place.file else ""
-            notes.append(
+            yield Note(
                 f"Gradients of bfloat16 parameters add up in bfloat16{where}: small "
                 "ones are lost beside their sum. Let jls.value_and_grad differentiate "
                 "with the state of a jls.bfloat16_params, or widen the parameters: "
@@ -196,7 +195,7 @@ def _share_lost(runner: Runner, good_run: Run, params: list[int]) -> float:
         has_moved = wide.after[i] != wide.before[i]
         moved += np.sum(has_moved)
         lost += np.sum(has_moved & (good_run.after[i] == good_run.before[i]))
-    return 0.0 if wide.any_skipped() or not moved else float(lost / moved)
+    return 0.0 if wide.skipped_once or not moved else float(lost / moved)
 
 
 def _that_cannot_fall(runner: Runner, good_run: Run, moments: list[int]) -> list[int]:
@@ -206,6 +205,6 @@ def _that_cannot_fall(runner: Runner, good_run: Run, moments: list[int]) -> list
         run = runner.run(good_run.given, "a good step with large moments", changes)
     except Exception:  # no run was left
         return []
-    if run.any_skipped():
+    if run.skipped_once:
         return []
     return [i for i in moments if np.array_equal(run.after[i], run.before[i])]
