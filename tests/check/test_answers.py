@@ -535,6 +535,7 @@ def test_a_wrapped_transformation_with_a_constant_state_is_carried_on():
     assert jls.check_step(*step_of(as_it_is, jls.loss_scaled(inner)))
 
 
+@pytest.mark.filterwarnings("ignore:.*the loss does not depend on the parameters")
 @pytest.mark.parametrize("inner", ["train_step", "skip_nonfinite"])
 def test_zero_gradients_are_seen_without_a_loss_scale_and_in_train_step(inner):
     optimizer = jls.skip_nonfinite(optax.adam(0.1))
