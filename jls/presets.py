@@ -138,7 +138,7 @@ def paddle(
     """Returns the scaler of `paddle.amp.GradScaler`, as in its code (3.3.1).
 
     Paddle's scale can reach 0, and grow to inf and stay there; here it stays in
-    [2**-126, 2**126]. For the rule on its documentation page see `paddle_doc`.
+    [2**-126, 2**126]. For the rule that it documents see `paddle_doc`.
 
     Args:
       enable: False gives `jls.static(1.0)`, whatever the other arguments are.
@@ -175,11 +175,11 @@ def paddle_doc(
     decr_every_n_nan_or_inf: int = 2,
     use_dynamic_loss_scaling: bool = True,
 ) -> LossScaler:
-    """Returns the scaler that the documentation page of Paddle's GradScaler describes.
+    """Returns the scaler that Paddle documents (3.3.1).
 
-    Its defaults differ from the code's, and the non-finite steps that lead to a backoff
-    accumulate: a finite step in between does not reset their count. As with `paddle`,
-    the scale stays in [2**-126, 2**126].
+    Its defaults are those documented for `AmpScaler`, and the non-finite steps that
+    lead to a backoff accumulate: a finite step in between does not reset their count.
+    As with `paddle`, the scale stays in [2**-126, 2**126].
 
     Args:
       enable: False gives `jls.static(1.0)`, whatever the other arguments are.

@@ -43,6 +43,6 @@ def why_not(library):
         installed = importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return f"{distribution} is not installed"
-    if installed not in versions:
+    if installed.split("+")[0] not in versions:  # torch has builds, as 2.13.0+cpu
         return f"the page speaks of {library} {versions}, not of {installed}"
     return None
