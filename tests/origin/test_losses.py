@@ -22,10 +22,10 @@ from jls._program.frames import Frame
 from jls._program.replay import Watched, replay
 from jls._tools.origin import losses
 from jls._tools.origin.losses import (
-    HalfAndFloat32,
     Losses,
     PrecisionLoss,
     RelativeErrors,
+    both_ways,
     find_losses,
 )
 from jls.types import Place
@@ -139,8 +139,8 @@ def test_step_may_take_losses_itself():
 def errors_of(fun, *args):
     program = jax.make_jaxpr(fun)(*args)
     root = Frame(program)
-    both = HalfAndFloat32(root, [(root, x) for x in root.jaxpr.outvars])
-    return both, root, RelativeErrors(both.run(args))
+    both = both_ways(root, [(root, x) for x in root.jaxpr.outvars])
+    return both, root, RelativeErrors(both(args))
 
 
 def test_error_is_that_of_the_sums_of_magnitudes():
@@ -322,6 +322,22 @@ def built_up_in(loop, gain, dtype, has_aux=False):
     args = params, optimizer.init(params), normal(3, 8, 16)
     notes = jls.calibrate(jax.jit(step), *args, losses=True).notes
     return [x for x in notes if "builds up" in x]
+
+
+def test_a_loop_in_a_loop_is_read():
+    def tripled(cell, x):
+        def again(state):
+            inner = (0, state[1])
+            y = lax.while_loop(
+                lambda s: s[0] < 3, lambda s: (s[0] + 1, cell(s[1])), inner
+            )
+            return state[0] + 1, y[1]
+
+        x = lax.while_loop(lambda s: s[0] < 20, again, (0, x))[1]
+        return lax.stop_gradient(x)
+
+    (note,) = built_up_in(tripled, 3.0, "float16")
+    assert "the error builds up in the loop at" in note
 
 
 @pytest.mark.parametrize("dtype", HALVES)

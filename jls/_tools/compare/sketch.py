@@ -20,7 +20,7 @@ from jax import Array, lax
 from jax.core import Tracer
 
 from jls._placement import replicated
-from jls._program.replay import ZERO_KEY, Merging
+from jls._program.records import ZERO_KEY, Merging
 from jls._tree import is_extended
 
 PROJECTIONS = 8
