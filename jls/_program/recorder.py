@@ -84,3 +84,12 @@ class Recorder:
         pairs = zip(given, inputs, strict=True)
         records = [self._watch(site, (), [x]).record for site, x in pairs]
         return {**tree, Key.ARGUMENTS: dict(enumerate(records))}
+
+
+def fast_compile_options() -> dict[str, Any]:
+    """Options with which XLA compiles in less time what runs a few times.
+
+    The last bits may differ: so what decides whether a number is finite goes without.
+    """
+    is_cpu = jax.default_backend() == "cpu"
+    return {"xla_backend_optimization_level": 0} if is_cpu else {}

@@ -44,7 +44,7 @@ def floats_from_keys(keys: Any) -> np.ndarray:
     return bits.astype(np.uint32).view(np.float32)
 
 
-class Kept(NamedTuple):
+class First(NamedTuple):
     """The record of the first of some iterations of a while loop."""
 
     record: Any
@@ -54,8 +54,8 @@ class Kept(NamedTuple):
 class WhileRecords(NamedTuple):
     """The records of an operation in two iterations of a while loop."""
 
-    bad: Kept  # those in which a number is inf or NaN; without one, the ends of all
-    nan: Kept  # those in which a number is NaN
+    bad: First  # those in which a number is inf or NaN; without one, the ends of all
+    nan: First  # those in which a number is NaN
 
 
 # How they are read, on the host.
@@ -207,7 +207,7 @@ def _before_iterations(full: Callable[..., Any], shape: Any) -> WhileRecords:
     """The records of an operation before the first iteration."""
     axes = jax.tree.leaves(shape)[0].shape[:-2]  # the lengths of the scans around
     never = jax.ShapeDtypeStruct((*axes, 2), jnp.uint32)
-    nothing = Kept(full(shape), full(never).at[..., 0].set(NEVER))
+    nothing = First(full(shape), full(never).at[..., 0].set(NEVER))
     return WhileRecords(nothing, nothing)
 
 
@@ -224,19 +224,19 @@ def _after_iteration(iteration: Array, new: Any, old: WhileRecords) -> WhileReco
     """The records of an operation after one more iteration."""
     is_bad, is_nan = _is_bad(new)
 
-    def kept(old: Kept, happened: Array) -> Kept:
+    def kept(old: First, happened: Array) -> First:
         first, last = old.iterations[..., 0], old.iterations[..., 1]
         is_first = happened & (first == NEVER)
         first = jnp.where(is_first, iteration, first)
         last = jnp.where(happened, iteration, last)
         record = _select_records(is_first, new, old.record)
-        return Kept(record, jnp.stack([first, last], axis=-1))
+        return First(record, jnp.stack([first, last], axis=-1))
 
     bad = kept(old.bad, is_bad)
     is_finite = bad.iterations[..., 0] == NEVER
     ends = jax.tree.map(_wider, old.bad.record, new)
     record = _select_records(is_finite, ends, bad.record)
-    return WhileRecords(Kept(record, bad.iterations), kept(old.nan, is_nan))
+    return WhileRecords(First(record, bad.iterations), kept(old.nan, is_nan))
 
 
 def _wider(one: Array, other: Array) -> Array:

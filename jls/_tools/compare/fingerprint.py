@@ -39,6 +39,7 @@ from jls._program.jaxprs import (
 )
 from jls._program.places import Place, place_of
 from jls._program.primitives import primitive_of
+from jls._program.recorder import fast_compile_options
 from jls._program.records import Records
 from jls._program.replay import Watched, replay
 from jls._scopes import AUTOCAST, marks_of
@@ -51,7 +52,6 @@ from jls._tools.compare.sketch import (
     sketch_all,
 )
 from jls._tools.origin.case import settings, trace_call
-from jls._tools.origin.record import fast_compile_options
 from jls._tools.reading.arguments import items_of
 from jls._tools.reading.slow import logging_if_slow
 from jls._tree import is_array

@@ -20,7 +20,6 @@ from collections.abc import (
 )
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -30,7 +29,7 @@ from jls._program.control import Indices, Key, Site
 from jls._program.frames import Frame, Variable, behind
 from jls._program.jaxprs import is_inexact_atom, is_literal
 from jls._program.primitives import primitive_of
-from jls._program.recorder import Recorder
+from jls._program.recorder import Recorder, fast_compile_options
 from jls._program.records import Records, Tree
 from jls._program.replay import Watched
 from jls._tools.origin.measure import ends_of, in_float32, own_ends_of
@@ -156,15 +155,6 @@ class RecordedProgram:
     def _own_record(self, site: Site, arrays: Sequence[Any]) -> tuple[Array, ...]:
         keys, self._dtypes[site.indices] = own_ends_of(arrays)
         return keys
-
-
-def fast_compile_options() -> dict[str, Any]:
-    """Options with which XLA compiles in less time what runs a few times.
-
-    The last bits may differ: so what decides whether a number is finite goes without.
-    """
-    is_cpu = jax.default_backend() == "cpu"
-    return {"xla_backend_optimization_level": 0} if is_cpu else {}
 
 
 def both(
