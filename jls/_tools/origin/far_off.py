@@ -55,7 +55,7 @@ class FarOff:
         self._makers_of = {name: makers(main, x) for name, x in results.items()}
         frames = main.by_site()
         around = {x for every in self._makers_of.values() for x in every}
-        self._run = with_widths(main, around, _line, _samples)
+        self._run = with_widths(main, around, _line, _sampled)
         self.units: list[_Line] = list(self._run.choices)
         self._is_readable = all(
             x.kind in ("call", "scan") or x.parent is None
@@ -114,7 +114,7 @@ class FarOff:
         return {name: np.inf if np.isnan(x) else x for name, x in found.items()}
 
 
-def _samples(results: Sequence[Any]) -> tuple[Any, ...]:
+def _sampled(results: Sequence[Any]) -> tuple[Any, ...]:
     floats = (jnp.real(x) for x in results if is_inexact_atom(x))
     return tuple(key_of(sample_of(x)) for x in floats)
 
