@@ -13,6 +13,7 @@ from flax import nnx
 from jax import lax
 
 import jls
+from jls._program.control import Key
 from jls._tools.origin import case, record
 
 
@@ -479,7 +480,8 @@ def records_of(array):
     class Counting(record.RecordedProgram):
         def __call__(self, *args, **kwargs):
             found = super().__call__(*args, **kwargs)
-            counts.append(len(jax.tree.leaves(found.records)))
+            inputs = {Key.ARGUMENTS: ()}
+            counts.append(len(jax.tree.leaves(found.tree | inputs)))
             return found
 
     step, params, opt_state = made(jls.dynamic(8.0))

@@ -10,6 +10,7 @@
 Any other equation is one operation, and so is one of these that lacks a part.
 """
 
+import enum
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -33,9 +34,18 @@ from jls._program.primitives import primitive_of
 V = TypeVar("V")
 Kind = Literal["main", "call", "devices", "scan", "while", "condition", "branch"]
 
-_CONDITION = -5  # beside the index of a `while`: of what its condition computes
-
 Indices = tuple[int, ...]  # the place of an operation in a program
+
+
+class Key(enum.IntEnum):
+    """The index, in a place, of what is no equation but belongs to one."""
+
+    ARGUMENTS = -1  # the inputs of the whole program
+    SLICES = -2  # what an iteration of a scan gets of its arrays
+    ITERATIONS = -3  # of a while loop: their number
+    CARRIED = -4  # of a while loop whose lanes end apart: its carry
+    CONDITION = -5  # of a while loop: what its condition computes
+    TAKEN = -6  # of a branch: inf if it was taken
 
 
 class Site(NamedTuple):
@@ -151,7 +161,7 @@ class Call(NamedTuple):
     def site(self, site: Site) -> Site:
         """The position of the program, from that of the equation."""
         if self.kind == "condition":
-            return site.beside(_CONDITION)
+            return site.beside(Key.CONDITION)
         return site if self.branch is None else site.beside(self.branch)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The calls of a program as a tree, to follow a value back to its sources."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from jls._program.control import MAIN, Call, Indices, Site, calls_of, live
@@ -125,6 +125,14 @@ class Frame:
     def operations(self) -> "Iterator[tuple[Frame, int]]":
         """The equations that call nothing, by frame and index."""
         return ((x, i) for x, i, _ in self.equations() if not x.called(i))
+
+    def makers_of(self, variables: "Container[Variable]") -> set[Indices]:
+        """The places of the operations and calls that have one of these as a result."""
+        return {
+            frame.indices_of(index)
+            for frame, index, equation in self.equations()
+            if any((frame, x) in variables for x in equation.outvars)
+        }
 
     def by_site(self) -> "dict[tuple[int, ...], Frame]":
         """This frame and those below it, by their places in the program."""

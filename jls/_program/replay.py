@@ -12,7 +12,8 @@ makes are returned beside the results:
     cond              the records of all branches, zeros for those that were not taken
     shard_map         for each operation the record of the device with the worst numbers
 
-What is kept of a while loop and of several devices can be chosen: see `Merging`.
+What is kept of a while loop and of several devices can be chosen: see `Merging` in
+`records`.
 """
 
 from collections.abc import Callable, Collection, Container, Sequence
@@ -21,14 +22,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import Array, lax
+from jax import lax
 
 from jls._program.alone import AS_WRITTEN, Arithmetic
 from jls._program.control import (
     MAIN,
     Call,
     Indices,
+    Key,
     Site,
     calls_of,
     evaluate,
@@ -43,62 +44,17 @@ from jls._program.jaxprs import (
     parameter,
     to_varying,
 )
-
-# The record of an operation: u32[..., n], with an axis for each scan around it.
-# The numbers are keys of floats, as `key_of` makes them: the largest and the smallest
-# of an array in turn.
-Records = dict[int, Any]  # by the index of the equation: of an operation, or of a call
-
-# The keys of records that belong to no equation.
-SLICES = -1  # of a scan: the record of the slices that each iteration gets
-ITERATIONS = -2  # of a while loop: the number of iterations
-TAKEN = -3  # of a branch: the record of an inf if it was taken, else zeros
-CARRIED = -4  # of a while loop whose lanes end apart: the records of its carry
-
-NEVER = np.uint32(0xFFFF_FFFF)
-
-# Keys of float32: in order, NaN at both ends.
-_SIGN, _INF = 0x8000_0000, 0x7F80_0000
-ZERO_KEY = np.uint32(_SIGN)
-INF_KEY = np.uint32(_SIGN | _INF)
-MINUS_INF_KEY = np.uint32(_SIGN - 1 - _INF)
-
-
-def key_of(x: Array) -> Array:
-    """The keys of float32: `u32[...]`."""
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    sign = jnp.uint32(_SIGN)
-    return jnp.where(bits >= sign, ~bits, bits | sign)
-
-
-def float_from_key(key: int) -> float:
-    """The number that a key stands for."""
-    return floats_from_keys(np.array([key], np.uint32)).item()
-
-
-def floats_from_keys(keys: np.ndarray) -> np.ndarray:
-    """The numbers that keys stand for: `f32[...]`."""
-    bits = np.where(keys >= _SIGN, keys - np.uint32(_SIGN), ~keys)
-    return bits.astype(np.uint32).view(np.float32)
-
-
-class WhileRecords(NamedTuple):
-    """The records of an operation in two iterations of a while loop."""
-
-    bad: Any  # of the first iteration in which a number is inf or NaN; else the largest
-    bad_iterations: Any  # u32[..., 2]  the first and the last of these iterations
-    nan: Any  # of the first iteration in which a number is NaN
-    nan_iterations: Any
+from jls._program.records import WORST, ZERO_KEY, Merging, Tree
 
 
 class Watched(NamedTuple):
     """The results with which the program goes on, and the record of an operation."""
 
     results: Sequence[Any]  # of the same shapes and dtypes
-    record: Any = None  # u32[n]; where there are only calls and scans, any arrays
+    record: Any = None  # see `records`; or what `merging` merges
 
 
-Replayed = tuple[list[Any], Records]
+Replayed = tuple[list[Any], Tree]
 Watch = Callable[[Site, Sequence[Any], Sequence[Any]], Watched]
 Around = Callable[[Site, Callable[..., Any]], Callable[..., Any]]
 
@@ -110,7 +66,7 @@ def replay(
     site: Site = MAIN,
     arithmetic: Arithmetic = AS_WRITTEN,
     only: Container[Indices] | None = None,
-    merging: "Merging | None" = None,
+    merging: Merging = WORST,
     around: Around = lambda site, run: run,
 ) -> Replayed:
     """The results of a program, and the records of its operations.
@@ -131,7 +87,7 @@ def replay(
     """
     held = list(map(arithmetic.held, operands))
     used = None if only is None else ()
-    run = _Replay(watch, arithmetic, only, merging or WORST, around).run
+    run = _Replay(watch, arithmetic, only, merging, around).run
     return run(program, held, site, used)
 
 
@@ -141,7 +97,7 @@ class _Replay(NamedTuple):
     watch: Watch
     arithmetic: Arithmetic
     only: Container[Indices] | None
-    merging: "Merging"
+    merging: Merging
     around: Around
     varying: frozenset[str] = frozenset()  # axes of shard_map that JAX keeps track of
 
@@ -153,7 +109,7 @@ class _Replay(NamedTuple):
         used: Collection[int] | None = None,
     ) -> Replayed:
         """One run of a program; of its results those that are `used`, None for all."""
-        jaxpr, records = opened(program).jaxpr, Records()
+        jaxpr, records = opened(program).jaxpr, Tree()
         outvars = jaxpr.outvars if used is None else [jaxpr.outvars[i] for i in used]
         kept = {
             index
@@ -216,15 +172,15 @@ class _Replay(NamedTuple):
             if call.kind == "condition":
                 unseen = self._replace(watch=_see_nothing)
                 return unseen.run(call.program, inputs, site)
-            records: Records = {}
+            records: Tree = {}
             if call.kind == "scan":
                 last = call.consts + call.carried
-                beside = site.beside(SLICES)
-                slices, records[SLICES] = self._see(beside, (), inputs[last:])
+                beside = site.beside(Key.SLICES)
+                slices, records[Key.SLICES] = self._see(beside, (), inputs[last:])
                 inputs = [*inputs[:last], *slices]
             if call.branch is not None:  # a record of it: what the watch says of inf
-                beside = site.beside(call.branch, TAKEN)
-                _, records[TAKEN] = self._see(beside, (), [jnp.float32(jnp.inf)])
+                beside = site.beside(call.branch, Key.TAKEN)
+                _, records[Key.TAKEN] = self._see(beside, (), [jnp.float32(jnp.inf)])
             results, found = inside.run(call.program, inputs, call.site(site))
             return results, found | _recorded(records)
 
@@ -232,7 +188,9 @@ class _Replay(NamedTuple):
             begin = partial(self._begin, site)
             results, (count, records) = rebuild(equation, calls, inputs, run, begin)
             if records:
-                records[ITERATIONS] = to_varying(count.reshape(1), self.varying)
+                records[Key.ITERATIONS] = to_varying(
+                    jnp.full((1, 2), count), self.varying
+                )
             return results, records
         if kind == "branch":
             shapes = [jax.eval_shape(partial(run, x), inputs[1:])[1] for x in calls]
@@ -256,11 +214,11 @@ class _Replay(NamedTuple):
         def seen(carry: list[Any]) -> Replayed:
             results, records = step(carry)
             if has_lanes:
-                places = (site.beside(CARRIED, i) for i in range(len(results)))
+                places = (site.beside(Key.CARRIED, i) for i in range(len(results)))
                 pairs = zip(places, results, strict=True)
                 every = (self._see(beside, (), [x])[1] for beside, x in pairs)
                 carried = _recorded(dict(enumerate(every)))
-                records = records | ({CARRIED: carried} if carried else {})
+                records = records | ({Key.CARRIED: carried} if carried else {})
             return results, records
 
         def body(state: Any) -> Any:
@@ -281,86 +239,9 @@ def _see_nothing(site: Site, inputs: Sequence[Any], results: Sequence[Any]) -> W
     return Watched(results)
 
 
-def _recorded(records: Records) -> Records:
+def _recorded(records: Tree) -> Tree:
     return {key: record for key, record in records.items() if record is not None}
 
 
 def _is_record(node: Any) -> bool:
     return not isinstance(node, dict)
-
-
-def _before_iterations(full: Callable[..., Any], shape: Any) -> WhileRecords:
-    """The records of an operation before the first iteration."""
-    nothing = full(shape)
-    axes = jax.tree.leaves(shape)[0].shape[:-1]  # the lengths of the scans around
-    never = jax.ShapeDtypeStruct((*axes, 2), jnp.uint32)
-    iterations = full(never).at[..., 0].set(NEVER)
-    return WhileRecords(nothing, iterations, nothing, iterations)
-
-
-def _is_bad(record: Any) -> tuple[Array, Array]:
-    """Whether a number of an operation is inf or NaN, and whether one is NaN."""
-    if isinstance(record, WhileRecords):
-        bad, _ = _is_bad(record.bad)
-        _, nan = _is_bad(record.nan)
-        return bad, nan
-    bad = (record >= INF_KEY) | (record <= MINUS_INF_KEY)
-    nan = (record > INF_KEY) | (record < MINUS_INF_KEY)
-    return jnp.any(bad, axis=-1), jnp.any(nan, axis=-1)
-
-
-def _after_iteration(iteration: Array, new: Any, old: WhileRecords) -> WhileRecords:
-    """The records of an operation after one more iteration."""
-    is_bad, is_nan = _is_bad(new)
-    never_bad = old.bad_iterations[..., 0] == NEVER
-    never_nan = old.nan_iterations[..., 0] == NEVER
-    bad = _select_records(never_bad & is_bad, new, old.bad)
-    finite = jax.tree.map(_wider, old.bad, new)
-    return WhileRecords(
-        bad=_select_records(never_bad & ~is_bad, finite, bad),
-        bad_iterations=_next(old.bad_iterations, is_bad, iteration),
-        nan=_select_records(never_nan & is_nan, new, old.nan),
-        nan_iterations=_next(old.nan_iterations, is_nan, iteration),
-    )
-
-
-def _wider(one: Array, other: Array) -> Array:
-    """The largest of the numbers in even places, the smallest of those in odd ones."""
-    is_high = jnp.arange(one.shape[-1]) % 2 == 0
-    return jnp.where(is_high, jnp.maximum(one, other), jnp.minimum(one, other))
-
-
-def _next(iterations: Array, happened: Array, iteration: Array) -> Array:
-    first, last = iterations[..., 0], iterations[..., 1]
-    first = jnp.where(happened & (first == NEVER), iteration, first)
-    return jnp.stack([first, jnp.where(happened, iteration, last)], axis=-1)
-
-
-def _select_records(pred: Array, new: Any, old: Any) -> Any:
-    return jax.tree.map(lambda x, y: jnp.where(pred[..., None], x, y), new, old)
-
-
-def _of_worst_device(record: Any) -> Any:
-    """The record of the device with the worst numbers, of records stacked by device."""
-    bad, nan = _is_bad(record)
-    worst = jnp.argmax(bad.astype(jnp.int32) + nan.astype(jnp.int32), axis=0)[None]
-
-    def take(x):
-        index = worst.reshape(worst.shape + (1,) * (x.ndim - worst.ndim))
-        return jnp.take_along_axis(x, index, axis=0)[0]
-
-    if isinstance(record, WhileRecords):
-        return jax.tree.map(take, record)
-    of_all = _wider(jnp.max(record, axis=0), jnp.min(record, axis=0))
-    return jnp.where(jnp.any(bad, axis=0)[..., None], take(record), of_all)
-
-
-class Merging(NamedTuple):
-    """How the records of an operation in several iterations or devices become one."""
-
-    before: Callable[..., Any]  # a loop: from `full(shapes, value)`, and a record
-    after: Callable[..., Any]  # an iteration: from its number, its record, what is kept
-    of_devices: Callable[[Any], Any]  # from records that are stacked by device
-
-
-WORST = Merging(_before_iterations, _after_iteration, _of_worst_device)

@@ -44,3 +44,22 @@ def test_one_device_and_four_are_equal(of):
     found = jls.compare(of(local_loss(1e-6)), of(on_devices(1e-6)), W, X)
     assert found.birth is None
     assert found.equal
+
+
+def test_a_loop_on_devices_is_compared():
+    """Each device counts its iterations."""
+
+    def grown(rate):
+        mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+        spec = PartitionSpec("data")
+        return jax.shard_map(
+            lambda x: lax.while_loop(lambda y: jnp.max(y) < 8, lambda y: y * rate, x),
+            mesh=mesh,
+            in_specs=spec,
+            out_specs=spec,
+        )
+
+    x = jnp.arange(1.0, 9.0)
+    assert jls.compare(grown(1.5), grown(1.5), x)
+    found = jls.compare(grown(1.5), grown(1.6), x)
+    assert found.birth.a.operation == "mul"

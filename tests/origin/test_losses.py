@@ -22,10 +22,10 @@ from jls._program.frames import Frame
 from jls._program.replay import Watched, replay
 from jls._tools.origin import losses
 from jls._tools.origin.losses import (
-    HalfAndFloat32,
     Losses,
     PrecisionLoss,
     RelativeErrors,
+    both_ways,
     find_losses,
 )
 from jls.types import Place
@@ -139,8 +139,8 @@ def test_step_may_take_losses_itself():
 def errors_of(fun, *args):
     program = jax.make_jaxpr(fun)(*args)
     root = Frame(program)
-    both = HalfAndFloat32(root, [(root, x) for x in root.jaxpr.outvars])
-    return both, root, RelativeErrors(both.run(args))
+    both = both_ways(root, [(root, x) for x in root.jaxpr.outvars])
+    return both, root, RelativeErrors(both(args))
 
 
 def test_error_is_that_of_the_sums_of_magnitudes():
@@ -154,6 +154,22 @@ def test_error_is_that_of_the_sums_of_magnitudes():
     np.testing.assert_allclose(
         losses.error_of(errors.of(root, atom)), expected, rtol=1e-4
     )
+
+
+def test_a_loop_in_a_loop_is_read():
+    def repeated(change, x):
+        _, result = lax.while_loop(
+            lambda s: s[0] < 3, lambda s: (s[0] + 1, change(s[1])), (0, x)
+        )
+        return result
+
+    def fun(x):
+        half = x.astype(jnp.float16)
+        return repeated(lambda y: repeated(lambda z: z * 1.01, y), half)
+
+    _, root, errors = errors_of(fun, normal(0, 300))
+    error = losses.error_of(errors.of(root, root.jaxpr.outvars[0]))
+    assert 2.0**-12 < error < 2.0**-7
 
 
 def test_flags_and_indices_are_shared():

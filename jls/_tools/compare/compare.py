@@ -14,7 +14,7 @@ from jls._tools.compare.fingerprint import (
     WRITTEN,
     Fingerprint,
     Operation,
-    recorder,
+    program_of,
 )
 from jls._tools.compare.pairs import FACTOR, UNIT, Found, find, same_names
 from jls._tools.compare.sketch import FIRST, apart
@@ -102,14 +102,14 @@ def compare(
     if a is b and not are_made:
         # Each is traced: what NumPy draws meanwhile is another number in each program.
         first, second = (
-            recorder("jls.compare", "a", a, args, kwargs).fingerprint([WRITTEN])
+            program_of("jls.compare", "a", a, args, kwargs).fingerprint([WRITTEN])
             for _ in range(2)
         )
         return _difference(first, second, is_same=True)
     first, second = (
         given
         if isinstance(given, Fingerprint)
-        else recorder("jls.compare", name, given, args, kwargs).fingerprint()
+        else program_of("jls.compare", name, given, args, kwargs).fingerprint()
         for name, given in (("a", a), ("b", b))
     )
     return _difference(first, second)

@@ -24,7 +24,7 @@ from jax.core import Tracer
 
 from jls import _validate
 from jls._program.alone import AS_WRITTEN, WIDE, Arithmetic, rounds
-from jls._program.control import Indices, Site, calls_of
+from jls._program.control import Indices, Key, Site, calls_of
 from jls._program.frames import Frame
 from jls._program.jaxprs import (
     Opened,
@@ -39,7 +39,9 @@ from jls._program.jaxprs import (
 )
 from jls._program.places import Place, place_of
 from jls._program.primitives import primitive_of
-from jls._program.replay import ITERATIONS, Watched, replay
+from jls._program.recorder import fast_compile_options
+from jls._program.records import Records
+from jls._program.replay import Watched, replay
 from jls._scopes import AUTOCAST, marks_of
 from jls._text import describe
 from jls._tools.compare.sketch import (
@@ -50,7 +52,6 @@ from jls._tools.compare.sketch import (
     sketch_all,
 )
 from jls._tools.origin.case import settings, trace_call
-from jls._tools.origin.record import fast_compile_options, record_of
 from jls._tools.reading.arguments import items_of
 from jls._tools.reading.slow import logging_if_slow
 from jls._tree import is_array
@@ -269,18 +270,18 @@ def fingerprint(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Finger
       >>> [result.shape for result in made.results]
       [(3,)]
     """
-    return recorder("jls.fingerprint", "fun", fun, args, kwargs).fingerprint()
+    return program_of("jls.fingerprint", "fun", fun, args, kwargs).fingerprint()
 
 
-def recorder(
+def program_of(
     tool: str, name: str, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> "Recorder | _Compiled":
-    """What runs a function, of this name in messages."""
+) -> "_Traced | _Compiled":
+    """A function to run, of this name in messages."""
     _validate.function(name, fun)
     if isinstance(fun, jax.stages.Compiled):
         return _Compiled(fun, args, kwargs)
     with settings():
-        return Recorder(tool, fun, args, kwargs)
+        return _Traced(tool, fun, args, kwargs)
 
 
 class _Compiled:
@@ -299,7 +300,7 @@ class _Compiled:
         return Fingerprint((), (), (), tuple(names), (), {"": run}, _made_by([]), note)
 
 
-class Recorder:
+class _Traced:
     """A function that is traced, with its arguments.
 
     Args:
@@ -391,7 +392,7 @@ class Recorder:
             consts, leaves = (list(map(_nudged, x)) for x in (consts, leaves))
         program: Any = Opened(self._program.jaxpr, consts)
         with jax.disable_jit():  # loops and branches too
-            results, records = replay(
+            results, tree = replay(
                 program,
                 leaves,
                 self._watch,
@@ -410,10 +411,10 @@ class Recorder:
         given = [sketch_all([x]) for x in leaves if has_numbers(x)]
         given += [sketch_all([jnp.asarray(constants[x])]) for x in self._constants]
         made = [sketch_all([x]) for x in kept]
-        records, given, made = jax.device_get((records, given, made))
-        operations = []
+        tree, given, made = jax.device_get((tree, given, made))
+        operations, records = [], Records(tree)
         for indices, (frame, _) in self._sites.items():
-            rows = _rows(record_of(records, indices))
+            rows = _rows(records.at(indices))
             for axis, loop in enumerate(frame.loops()):
                 rows = np.flip(rows, axis) if loop.is_reversed else rows
             operations.append(np.ascontiguousarray(rows))
@@ -421,8 +422,8 @@ class Recorder:
         for indices, loop in self._loops.items():
             lengths[indices] = loop.length
             if loop.kind == "while":
-                count = record_of(records, (*indices, ITERATIONS))
-                lengths[indices] = int(count[0]) if np.shape(count) == (1,) else 0
+                count = records.at((*indices, Key.ITERATIONS))
+                lengths[indices] = int(count[0, 0]) if np.shape(count) == (1, 2) else 0
         return Run(operations, *(list(map(_rows, x)) for x in (given, made))), lengths
 
     def _watch(

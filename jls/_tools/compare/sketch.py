@@ -20,7 +20,7 @@ from jax import Array, lax
 from jax.core import Tracer
 
 from jls._placement import replicated
-from jls._program.replay import ZERO_KEY, Merging
+from jls._program.records import ZERO_KEY, Merging
 from jls._tree import is_extended
 
 PROJECTIONS = 8
@@ -128,6 +128,8 @@ def _after(iteration: Array, record: Array, kept: Array) -> Array:
 
 def _of_devices(records: Array) -> Array:
     """The sketch of the arrays of all devices together."""
+    if records.shape[-1] % WIDTH:  # the number of iterations of a loop
+        return jnp.max(records, 0)
     records = records.reshape(*records.shape[:-1], -1, WIDTH)
     numbers = lax.bitcast_convert_type(records[..., 1:], jnp.float32)
     norm = jnp.sqrt(jnp.sum(jnp.square(numbers[..., :1]), 0))

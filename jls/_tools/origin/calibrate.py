@@ -33,7 +33,7 @@ from jls._tools.origin.case import (
 )
 from jls._tools.origin.far_off import MIN_OFF, FarOff
 from jls._tools.origin.kept import AGAIN, OF_FLOAT16, Forward, HalfOperation, argument
-from jls._tools.origin.losses import HalfAndFloat32, Losses, find_built_up, find_losses
+from jls._tools.origin.losses import Losses, both_ways, find_built_up, find_losses
 from jls._tools.origin.record import as_large_as
 from jls._tools.origin.result import place_in_words
 from jls._tools.origin.scalers import scalers_in
@@ -307,7 +307,7 @@ def _with_shares(search: Search, found: Calibration, trail: Trail) -> Calibratio
       found: its scale.
       trail: of a run of the twin at that scale.
     """
-    scale, records = found.init_scale, trail.run.records
+    scale, records = found.init_scale, trail.records
     every = [search.twin.cotangent(records, x, scale) for x in search.following]
     cotangents = tuple(x for x in every if x is not None)
     shares: dict[Place, float] = {}
@@ -324,8 +324,7 @@ def _why_no_ceiling(search: Search, trail: Trail, keep: Any) -> str:
         return _OVERFLOWS
     if search.case.scales[search.at].counters and not search.case.reading.checked:
         return _NO_UPDATE
-    records = trail.run.records
-    sizes = (search.twin.largest(records, x) for x in search.following)
+    sizes = (search.twin.largest(trail.records, x) for x in search.following)
     return _NO_CEILING if any(sizes) else _ALL_ZERO
 
 
@@ -411,7 +410,7 @@ def _with_losses(search: Search, result: Calibration) -> Calibration:
     ] or [x for x in results if x not in forward]
     watched = {x.variable: "the loss" for x in case.roots if x.role == LOSS}
     watched |= {x: name for x, name in results.items() if x in forward}
-    both = HalfAndFloat32(main, [*gradients, *watched], case.traced.options)
+    both = both_ways(main, [*gradients, *watched], case.traced.options)
     leaves = search.leaves(_low_scale(search, result))
     found = find_losses(both, main, leaves, gradients)
     built_up = find_built_up(both, main, leaves, watched)

@@ -18,10 +18,11 @@ from jls import _scopes, _validate
 from jls._program.frames import Frame, Variable, behind
 from jls._program.jaxprs import effects_of, is_inexact_atom, is_literal
 from jls._program.places import is_transposed
+from jls._program.records import Records
 from jls._scopes import marks_of
 from jls._text import describe, join
 from jls._tools.origin import regions
-from jls._tools.origin.record import RecordedProgram, RunRecords, both, makers_of
+from jls._tools.origin.record import RecordedProgram, both
 from jls._tools.origin.trail import LostError, RunValue, Trail
 from jls._tools.reading.arguments import Arguments, Item, open_call
 from jls._tools.reading.flow import THROUGH_BACKWARD, THROUGH_UPDATE
@@ -284,7 +285,7 @@ class Run(NamedTuple):
         return [x.value for x in self.bad]
 
 
-Recording = Callable[[Sequence[Any]], RunRecords]
+Recording = Callable[[Sequence[Any]], Records]
 
 
 def run(case: Case, leaves: list[Any], program: Recording | None = None) -> Run:
@@ -322,11 +323,11 @@ def run_with_all_records(
       The run, and the program that was run.
     """
     trail, values = found.trail, found.values
-    if trail.run.landmarks is None:
+    if trail.records.only is None:
         return trail, case.recorded
-    wanted = makers_of(case.main, behind(x.variable for x in case.roots))
+    wanted = case.main.makers_of(behind(x.variable for x in case.roots))
     where = regions.search(
-        trail, values, trail.run.landmarks, wanted, regions.FEW, only_first
+        trail, values, trail.records.only, wanted, regions.FEW, only_first
     )
     program: Recording = case.recorded
     if where.only:

@@ -12,17 +12,15 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jls._program.control import Indices, Site
 from jls._program.frames import Frame, Variable
 from jls._program.jaxprs import is_inexact_atom
 from jls._program.places import Place, place_of
-from jls._program.replay import Records
-from jls._tools.origin.record import record_of
+from jls._program.records import Records, key_of
 from jls._tools.origin.twin import sample_of
-from jls._tools.reading.keep import Unit, unit_of
-from jls._tools.reading.widths import WidthsBy, makers
+from jls._tools.reading.keep import Unit, least, unit_of
+from jls._tools.reading.widths import makers, with_widths
 
 MIN_OFF = 0.1  # what is nearer to float32 is as half precision is
 _LEFT = 0.25  # of the error, at most, with a `keep` that helps
@@ -45,7 +43,7 @@ class Found(NamedTuple):
     lines: tuple[Place, ...]  # of the products that are needed
 
 
-class FarOff(WidthsBy[_Line]):
+class FarOff:
     """A step with the width of its products as an argument, by line.
 
     Args:
@@ -54,10 +52,11 @@ class FarOff(WidthsBy[_Line]):
     """
 
     def __init__(self, main: Frame, results: Mapping[str, Sequence[Variable]]) -> None:
-        super().__init__(main, [x for every in results.values() for x in every], _line)
         self._makers_of = {name: makers(main, x) for name, x in results.items()}
         frames = main.by_site()
         around = {x for every in self._makers_of.values() for x in every}
+        self._run = with_widths(main, around, _line, _sampled)
+        self.units: list[_Line] = list(self._run.choices)
         self._is_readable = all(
             x.kind in ("call", "scan") or x.parent is None
             for indices in around
@@ -74,33 +73,29 @@ class FarOff(WidthsBy[_Line]):
         """
         if not (self._is_readable and self.units):
             return None
-        self._exact = self._samples(self.records(inputs, self.units))
-        errors = self._errors(self.records(inputs, []))
+        self._exact = self._samples(self._run(inputs, self.units))
+        errors = self._errors(self._run(inputs))
         before = {name: x for name, x in errors.items() if x >= MIN_OFF}
         if not before:
             return None
         self._most = {name: x * _LEFT for name, x in before.items()}
-        needed = self.least(inputs)
+        needed = least(self.units, lambda wide: self._holds(self._run(inputs, wide)))
         if not needed or len(needed) > max(1, _MOST * len(self.units)):
             return None
         units = list(dict.fromkeys(x.unit for x in needed))
         inside = [x for x in self.units if x.unit in units]
         is_some = len(inside) < len(self.units)
-        records = self.records(inputs, inside if is_some else needed)
-        if not self.holds(records):
+        records = self._run(inputs, inside if is_some else needed)
+        if not self._holds(records):
             return None
         errors = self._errors(records)
         after = {name: errors[name] for name in before}
         lines = tuple(x.place for x in needed)
         return Found(before, after, tuple(units) if is_some else (), lines)
 
-    def holds(self, records: Records) -> bool:
+    def _holds(self, records: Records) -> bool:
         errors = self._errors(records)
         return all(errors[name] <= most for name, most in self._most.items())
-
-    def record(self, results: Sequence[Any]) -> Any:
-        floats = (jnp.real(x) for x in results if is_inexact_atom(x))
-        return tuple(lax.bitcast_convert_type(sample_of(x), jnp.uint32) for x in floats)
 
     def _samples(self, records: Records) -> dict[str, np.ndarray]:
         return {
@@ -119,6 +114,11 @@ class FarOff(WidthsBy[_Line]):
         return {name: np.inf if np.isnan(x) else x for name, x in found.items()}
 
 
+def _sampled(results: Sequence[Any]) -> tuple[Any, ...]:
+    floats = (jnp.real(x) for x in results if is_inexact_atom(x))
+    return tuple(key_of(sample_of(x)) for x in floats)
+
+
 def _line(site: Site) -> _Line:
     place = place_of(site)
     return _Line(
@@ -128,8 +128,8 @@ def _line(site: Site) -> _Line:
 
 def _numbers(records: Records, places: Iterable[Indices]) -> np.ndarray:
     found = [
-        np.asarray(sample).view(np.float32).reshape(-1)
+        sample.reshape(-1)
         for indices in sorted(places)
-        for sample in record_of(records, indices) or ()
+        for sample in records.numbers(indices)
     ]
     return np.concatenate(found).astype(np.float64) if found else np.zeros(0)

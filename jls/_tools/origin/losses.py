@@ -29,15 +29,10 @@ from jls._program.jaxprs import (
 )
 from jls._program.places import Place, is_recomputed, is_transposed, place_of
 from jls._program.primitives import primitive_of
-from jls._program.replay import (
-    Records,
-    Watched,
-    WhileRecords,
-    floats_from_keys,
-    key_of,
-    replay,
-)
-from jls._tools.origin.record import RecordedProgram, as_large_as, record_of
+from jls._program.recorder import Recorder
+from jls._program.records import Records, key_of
+from jls._program.replay import Watched
+from jls._tools.origin.record import as_large_as
 from jls._tools.origin.result import place_in_words
 
 MOST = 10  # lines that are named; each is tried in a run of its own
@@ -95,75 +90,44 @@ class Losses(NamedTuple):
         return (f"{text}. With {lines} as in float32, {gains} of that is gone",)
 
 
-class HalfAndFloat32(RecordedProgram):
+def both_ways(
+    main: Frame, roots: Iterable[Variable], options: Mapping[str, Any] | None = None
+) -> Recorder:
     """A program in half precision, and in float32 beside it.
+
+    A run chooses operations whose results are as in float32, rounded once.
 
     Args:
       main: the frame of a program.
       roots: the variables to follow back.
       options: of XLA, for which the user's function asks.
     """
+    places = main.makers_of(behind(roots))
 
-    ARITHMETIC = BOTH
-
-    def __init__(
-        self,
-        main: Frame,
-        roots: Iterable[Variable],
-        options: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(main, roots, options=options)
-        self._indices: dict[tuple[int, ...], int]
-        self._indices = {x: i for i, x in enumerate(sorted(self._wanted))}
-        self._exact: Any = None  # bool[operations]: which get the result of float32
-
-    def run(
-        self, inputs: Sequence[Any], exact: Iterable[tuple[int, ...]] = ()
-    ) -> Records:
-        """The records of one run.
-
-        Args:
-          inputs: of the program.
-          exact: the operations whose results are as in float32, rounded once.
-        """
-        mask = np.zeros(len(self._indices), bool)
-        mask[[self._indices[x] for x in exact if x in self._indices]] = True
-        return self([*inputs, mask]).records
-
-    def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        try:
-            return lowered.compile(_OPTIONS | self.options)
-        except Exception:  # a platform that has no such option
-            return lowered.compile(self.options)
-
-    def _run(self, inputs: Sequence[Array]) -> tuple[list[Array], Records]:
-        *operands, self._exact = inputs
-        _, records = replay(
-            self._program, operands, self._watch, arithmetic=self.ARITHMETIC
+    def watch(site: Site, inputs: Sequence[Any], results: Sequence[Any]) -> Watched:
+        del inputs
+        is_new = site.indices in places and any(
+            as_large_as(site.equation, i) is None for i in range(len(results))
         )
-        self._exact = None
-        return [], records
-
-    def _watch(
-        self, site: Site, inputs: Sequence[Any], results: Sequence[Any]
-    ) -> Watched:
-        index = self._indices.get(site.indices)
-        is_new = any(as_large_as(site.equation, i) is None for i in range(len(results)))
         pairs = [x for x in results if isinstance(x, Pair)]
-        if index is None or not is_new or all(x.narrow is x.wide for x in pairs):
+        if not is_new or all(x.narrow is x.wide for x in pairs):
             return Watched(results)
+        is_exact = recorder.is_chosen(site.indices)
         held, sizes = [], []
         for x in results:
             size = jnp.zeros(2, jnp.float32)
             if isinstance(x, Pair):
-                narrow, size = _measured(self._exact[index], *x)
+                narrow, size = _measured(is_exact, *x)
                 x = Pair(narrow, x.wide)
             held.append(x)
             sizes.append(size)
         # As in `RecordedProgram`, but after each: there are twice the operations.
         held = jax.lax.optimization_barrier(held)
-        # Twice: over iterations and devices, the even ones are the largest numbers.
-        return Watched(held, key_of(jnp.repeat(jnp.concatenate(sizes), 2, axis=0)))
+        keys = key_of(jnp.concatenate(sizes))
+        return Watched(held, jnp.stack([keys, keys], -1))
+
+    recorder = Recorder(main, places, watch, BOTH, options, _OPTIONS, places)
+    return recorder
 
 
 # XLA would leave out roundings between operations that it fuses, and with them what the
@@ -215,11 +179,10 @@ class RelativeErrors:
 
     def recorded(self, frame: Frame, index: int) -> list[Sizes] | None:
         """The errors of each result of an operation; None if it has no record."""
-        found = record_of(self._records, frame.indices_of(index))
-        found = found.bad if isinstance(found, WhileRecords) else found
-        if found is None or isinstance(found, dict):
+        every = self._records.numbers(frame.indices_of(index))
+        if not every:
             return None
-        numbers = floats_from_keys(found)[..., ::2]
+        numbers = every[0][..., 0]
         for axis, loop in enumerate(frame.loops()):
             if loop.kind == "while":
                 numbers = np.expand_dims(numbers, axis)
@@ -298,7 +261,7 @@ class _Growth(NamedTuple):
 
 
 def find_losses(
-    both: HalfAndFloat32,
+    both: Recorder,
     main: Frame,
     inputs: Sequence[Any],
     gradients: Sequence[Variable],
@@ -311,7 +274,7 @@ def find_losses(
       inputs: of one call.
       gradients: what the error of a line is judged by.
     """
-    errors = RelativeErrors(both.run(inputs))
+    errors = RelativeErrors(both(inputs))
     error = _of_all(errors, gradients)
     units = [_unit(x) for frame in main.all() for x in frame.makers if is_half_atom(x)]
     if not units or not _MIN_FACTOR * min(units) / 2 < error < math.inf:
@@ -325,7 +288,7 @@ def find_losses(
 
     def run(sites: Iterable[Site]) -> tuple[RelativeErrors, float]:
         """The errors with these results as in float32, and what is gone of it."""
-        exact = RelativeErrors(both.run(inputs, {x.indices for x in sites}))
+        exact = RelativeErrors(both(inputs, {x.indices for x in sites}))
         return exact, 1 - _of_all(exact, gradients) / error
 
     for at in order[:MOST]:
@@ -346,7 +309,7 @@ def find_losses(
 
 
 def find_built_up(
-    both: HalfAndFloat32,
+    both: Recorder,
     main: Frame,
     inputs: Sequence[Any],
     results: Mapping[Variable, str],
@@ -361,7 +324,7 @@ def find_built_up(
       inputs: of one call.
       results: of the forward pass, with their names.
     """
-    errors = RelativeErrors(both.run(inputs))
+    errors = RelativeErrors(both(inputs))
     loops = [x for x in main.all() if x.is_loop and not is_transposed(x.site)]
     for variable, name in results.items():
         error = _of_all(errors, [variable])
@@ -372,7 +335,7 @@ def find_built_up(
             if not _builds_up(errors, loop, found):
                 continue
             inside = {frame.indices_of(index) for frame, index in loop.operations()}
-            exact = _of_all(RelativeErrors(both.run(inputs, inside)), [variable])
+            exact = _of_all(RelativeErrors(both(inputs, inside)), [variable])
             if exact < error / 2:
                 place = place_of(loop.site)._replace(module="")
                 return (

@@ -6,7 +6,7 @@ of floats loses NaN on a CPU.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array, lax
 
 from jls._program.jaxprs import is_inexact_atom
-from jls._program.replay import ZERO_KEY, float_from_key, key_of
+from jls._program.records import ZERO_KEY, floats_from_keys, key_of
 
 _WORDS = {8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}
 # 8-bit floats whose bits are ordered like the numbers, NaN last.
@@ -59,27 +59,41 @@ class Size(NamedTuple):
 NOTHING = Size()
 
 
-def read_size(keys: Iterable[Any]) -> Size:
+def read_size(ends: np.ndarray) -> Size:
     """The size that two keys stand for."""
-    return Size(*(float_from_key(int(key)) for key in keys))
+    return Size(*floats_from_keys(ends).tolist())
 
 
-def ends(x: Array) -> list[Array]:
-    """The keys of the largest and of the smallest number in `x`: `u32[]` each.
+def ends_of(arrays: Sequence[Any]) -> Array | None:
+    """The ends of each array: `u32[n, 2]`; zeros for integers.
 
     Of a complex one, of its parts. Float64 beyond float32 counts as its largest.
     """
-    found, dtype = own_ends(x)
-    return found if dtype == jnp.float32 else list(_in_float32(jnp.stack(found), dtype))
+    keys = list[Array]()
+    for x in arrays:
+        own, dtype = _own_keys(x)
+        is_own = dtype != np.float32
+        keys += list(_in_float32(jnp.stack(own), dtype)) if is_own else own
+    return jnp.stack(keys).reshape(-1, 2) if keys else None
 
 
-def own_ends(x: Array) -> tuple[list[Array], Any]:
-    """The ends of `x`, as keys of a dtype that may be narrower than float32.
+def own_ends_of(arrays: Sequence[Any]) -> tuple[tuple[Array, ...], list[Any]]:
+    """The ends of each array in its own dtype, and the dtype of each.
+
+    To stack them, and to bring them to float32, would double the kernels of a program.
+    """
+    pairs = list(map(_own_keys, arrays))
+    keys = tuple(key for found, _ in pairs for key in found)
+    return keys, [dtype for found, dtype in pairs for _ in found]
+
+
+def _own_keys(x: Any) -> tuple[list[Array], Any]:
+    """The ends of an array, as keys of a dtype that may be narrower than float32.
 
     Returns:
-      The keys, unsigned integers of the width of the dtype, and the dtype.
+      Two unsigned integers of the width of the dtype, and the dtype.
     """
-    if not x.size:
+    if not (is_inexact_atom(x) and x.size):
         return [jnp.uint32(ZERO_KEY)] * 2, np.dtype(np.float32)
     is_own = jnp.finfo(x.dtype).bits == 16 or x.dtype.name in _ORDERED
     return list(_own_ends(x)), x.dtype if is_own else np.dtype(np.float32)

@@ -18,33 +18,21 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jls._program.alone import AS_WRITTEN
-from jls._program.control import Indices, Site
+from jls._program.alone import AS_WRITTEN, Arithmetic
+from jls._program.control import Indices, Key, Site
 from jls._program.frames import Frame, Variable, behind
 from jls._program.jaxprs import is_inexact_atom, is_literal
 from jls._program.primitives import primitive_of
-from jls._program.replay import (
-    TAKEN,
-    ZERO_KEY,
-    Records,
-    Watched,
-    replay,
-)
-from jls._tools.origin.measure import ends, in_float32, own_ends
-
-
-def record_of(records: Any, indices: Indices) -> Any:
-    """The record of an operation in a run, by its place; None if there is none."""
-    for index in indices:
-        records = records.get(index) if isinstance(records, dict) else None
-    return records
+from jls._program.recorder import Recorder, fast_compile_options
+from jls._program.records import Records, Tree
+from jls._program.replay import Watched
+from jls._tools.origin.measure import ends_of, in_float32, own_ends_of
 
 
 def as_large_as(equation: Any, result: int) -> Any | None:
@@ -61,14 +49,6 @@ def as_large_as(equation: Any, result: int) -> Any | None:
     return None
 
 
-class RunRecords(NamedTuple):
-    """The records of one run of a program."""
-
-    arguments: list[np.ndarray]  # u32[2]: the ends
-    records: Records
-    landmarks: frozenset[Indices] | None  # the operations recorded; None: all
-
-
 class RecordedProgram:
     """A program with a record beside each operation that its roots depend on.
 
@@ -81,9 +61,8 @@ class RecordedProgram:
       beside: whether arguments, slices of loops and taken branches are recorded too.
         Without them it is a closer look at what another program has found.
       options: of XLA, for which the user's function asks.
+      arithmetic: how it is computed.
     """
-
-    ARITHMETIC = AS_WRITTEN
 
     def __init__(
         self,
@@ -93,49 +72,39 @@ class RecordedProgram:
         only: frozenset[Indices] | None = None,
         beside: bool = True,
         options: Mapping[str, Any] | None = None,
+        arithmetic: Arithmetic = AS_WRITTEN,
     ) -> None:
-        self._program, self.landmarks = main.program, only
-        self.options = dict(options or {})
+        self.landmarks, self._beside = only, beside
         behind_roots = to_nearest_records(roots) if at_roots else behind(roots)
-        self._read = [beside and (main, x) in behind_roots for x in main.jaxpr.invars]
-        self._wanted = makers_of(main, behind_roots)
-        self._beside = beside
+        inputs = enumerate(main.jaxpr.invars)
+        self._read = {i for i, x in inputs if beside and (main, x) in behind_roots}
+        self._wanted = main.makers_of(behind_roots)
         every = recordable(main, behind_roots)
         self.operations = {x for x in every if only is None or x in only}
         self._own = {frame.site.indices for frame in _calls_and_scans(main)}
         self._dtypes: dict[tuple[int, ...], list[Any]] = {}  # of records of operations
-        watched = self._wanted if beside else self.operations
-        self._only = {x[:n] for x in watched for n in range(1, len(x) + 1)}
         self._count = 0  # of what was recorded
-        self._compiled: jax.stages.Compiled | None = None
-
-    def __call__(self, inputs: Sequence[Any], compiled: bool = True) -> RunRecords:
-        """One run; without `compiled` one operation at a time."""
-        inputs = [jnp.asarray(x) for x in inputs]
-        run = self.compiled(inputs) if compiled else self._run
-        arguments, records = jax.tree.map(np.asarray, run(inputs))
-        self._bring_to_float32(records)
-        return RunRecords(arguments, records, self.landmarks)
-
-    def compiled(self, inputs: Sequence[Any]) -> jax.stages.Compiled:
-        """The program for inputs like these, compiled at the first call."""
-        if self._compiled is None:
-            inputs = [jnp.asarray(x) for x in inputs]
-            lowered = jax.jit(self._run).lower(inputs)
-            self._compiled = self._compile(lowered)
-        return self._compiled
-
-    def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        is_quick = self.ARITHMETIC is not AS_WRITTEN or not self._beside
-        return lowered.compile(
-            (fast_compile_options() if is_quick else {}) | self.options
+        is_quick = arithmetic is not AS_WRITTEN or not beside
+        self._recorder = Recorder(
+            main,
+            self._wanted if beside else self.operations,
+            self._watch,
+            arithmetic,
+            options,
+            fast_compile_options() if is_quick else None,
         )
 
-    def _bring_to_float32(self, records: Records) -> None:
-        """Replaces the records in their own dtypes by `u32[..., n]`."""
+    def __call__(self, inputs: Sequence[Any], compiled: bool = True) -> Records:
+        """One run; without `compiled` one operation at a time."""
+        found = self._recorder(inputs, compiled=compiled)
+        self._bring_to_float32(found.tree)
+        return found._replace(only=self.landmarks)
+
+    def _bring_to_float32(self, tree: Tree) -> None:
+        """Replaces the records in their own dtypes by ends."""
         places = []
         for indices in self._dtypes:
-            inside = records
+            inside = tree
             for index in indices[:-1]:
                 inside = inside[index]
             places.append((inside, indices[-1]))
@@ -144,27 +113,19 @@ class RecordedProgram:
         found, start = in_float32(keys, dtypes), 0
         for inside, index in places:
             end = start + len(inside[index])
-            inside[index], start = np.stack(found[start:end], axis=-1), end
-
-    def _run(self, inputs: Sequence[Array]) -> tuple[list[Array], Records]:
-        _, records = replay(
-            self._program,
-            inputs,
-            self._watch,
-            arithmetic=self.ARITHMETIC,
-            only=self._only,
-        )
-        pairs = zip(inputs, self._read, strict=True)
-        nothing = jnp.full(2, ZERO_KEY)
-        sizes = [jnp.stack(ends(x)) if is_read else nothing for x, is_read in pairs]
-        return sizes, records
+            ends = np.stack(found[start:end], axis=-1)
+            inside[index], start = ends.reshape(*ends.shape[:-1], -1, 2), end
 
     def _watch(
         self, site: Site, inputs: Sequence[Any], results: Sequence[Any]
     ) -> Watched:
+        if site.indices[0] == Key.ARGUMENTS:
+            if site.indices[1] not in self._read:
+                return Watched(results)
+            return Watched(results, self._own_record(site, results))
         beside = next((i for i, x in enumerate(site.indices) if x < 0), None)
         if beside is not None:  # what a loop slices or carries, which branch it was
-            around = beside - (site.indices[beside] == TAKEN)
+            around = beside - (site.indices[beside] == Key.TAKEN)
             is_wanted = self._beside and site.indices[:around] in self._wanted
             return Watched(results, ends_of(results) if is_wanted else None)
         equation = site.equation
@@ -189,30 +150,24 @@ class RecordedProgram:
             arrays.append(jnp.abs(inputs[singular]))
         if site.indices[:-1] not in self._own:
             return ends_of(arrays)
+        return self._own_record(site, arrays)
+
+    def _own_record(self, site: Site, arrays: Sequence[Any]) -> tuple[Array, ...]:
         keys, self._dtypes[site.indices] = own_ends_of(arrays)
         return keys
 
 
-def fast_compile_options() -> dict[str, Any]:
-    """Options with which XLA compiles in less time what runs a few times.
-
-    The last bits may differ: so what decides whether a number is finite goes without.
-    """
-    is_cpu = jax.default_backend() == "cpu"
-    return {"xla_backend_optimization_level": 0} if is_cpu else {}
-
-
 def both(
     first: RecordedProgram, second: RecordedProgram
-) -> Callable[[Sequence[Any]], RunRecords]:
+) -> Callable[[Sequence[Any]], Records]:
     """Runs two programs that record different operations of one, as if they were one.
 
     The records of the first count where the second has none.
     """
 
-    def run(inputs: Sequence[Any]) -> RunRecords:
+    def run(inputs: Sequence[Any]) -> Records:
         found = first(inputs)
-        return found._replace(records=_merged(second(inputs).records, found.records))
+        return found._replace(tree=_merged(second(inputs).tree, found.tree))
 
     return run
 
@@ -229,35 +184,8 @@ def _merged(records: Any, more: Any) -> Any:
 _CHAIN = 8
 
 
-def ends_of(arrays: Sequence[Any]) -> Array | None:
-    """The ends of each array, one after the other; zeros for integers."""
-    nothing = [jnp.uint32(ZERO_KEY)] * 2
-    keys = [key for x in arrays for key in (ends(x) if is_inexact_atom(x) else nothing)]
-    return jnp.stack(keys) if keys else None
-
-
-def own_ends_of(arrays: Sequence[Any]) -> tuple[tuple[Array, ...], list[Any]]:
-    """The ends of each array in its own dtype, and the dtype of each.
-
-    To stack them, and to bring them to float32, would double the kernels of a program.
-    """
-    nothing = [jnp.uint32(ZERO_KEY)] * 2, np.dtype(np.float32)
-    pairs = [own_ends(x) if is_inexact_atom(x) else nothing for x in arrays]
-    keys = tuple(key for found, _ in pairs for key in found)
-    return keys, [dtype for found, dtype in pairs for _ in found]
-
-
-def makers_of(main: Frame, variables: Container[Variable]) -> set[Indices]:
-    """The places of the operations and calls that have one of these as a result."""
-    return {
-        frame.indices_of(index)
-        for frame, index, equation in main.equations()
-        if any((frame, x) in variables for x in equation.outvars)
-    }
-
-
 def recordable(main: Frame, variables: Container[Variable]) -> set[Indices]:
-    """The places of the operations of which records can be made, as of `makers_of`."""
+    """The places of the operations that make these, where they can be recorded."""
     return {
         frame.indices_of(index)
         for frame, index in main.operations()

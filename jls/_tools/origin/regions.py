@@ -26,7 +26,6 @@ from jls._program.frames import Frame, Variable, behind
 from jls._program.jaxprs import is_literal, is_narrow_atom
 from jls._program.primitives import Primitive, primitive_of
 from jls._tools.origin.record import (
-    makers_of,
     recordable,
     to_nearest_records,
 )
@@ -67,7 +66,7 @@ def landmarks(
         if _is_in_while(frame):
             places = range(len(frame.jaxpr.eqns))
             found |= {frame.indices_of(index) for index in places} & every
-    return frozenset(found | makers_of(main, to_nearest_records(ends)) & every)
+    return frozenset(found | main.makers_of(to_nearest_records(ends)) & every)
 
 
 def _in_rows(

@@ -6,26 +6,16 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-import jax
 import numpy as np
 
-from jls._program.control import Indices, Site
+from jls._program.control import Indices, Key, Site
 from jls._program.frames import Frame, Variable
 from jls._program.jaxprs import is_inexact_atom, is_literal, variables_in
 from jls._program.primitives import Primitive, primitive_of
-from jls._program.replay import (
-    CARRIED,
-    INF_KEY,
-    ITERATIONS,
-    MINUS_INF_KEY,
-    NEVER,
-    SLICES,
-    TAKEN,
-    WhileRecords,
-)
+from jls._program.records import INF_KEY, Records
 from jls._scopes import FLOAT8, marks_of
 from jls._tools.origin.measure import NOTHING, Size, read_size, size_of
-from jls._tools.origin.record import RunRecords, as_large_as, record_of
+from jls._tools.origin.record import as_large_as
 
 
 class Range(NamedTuple):
@@ -97,7 +87,7 @@ class Slice(NamedTuple):
 
     @property
     def key(self) -> Indices:
-        return (SLICES,)
+        return (Key.SLICES,)
 
 
 class LoopCarry(NamedTuple):
@@ -110,7 +100,7 @@ class LoopCarry(NamedTuple):
 
     @property
     def key(self) -> Indices:
-        return (CARRIED, self.position)
+        return (Key.CARRIED, self.position)
 
 
 Followed = TypeVar("Followed", OpResult, LoopCarry)
@@ -146,12 +136,12 @@ class Trail:
     """One run, to be followed back.
 
     Args:
-      run: what was recorded of a program.
+      records: what was recorded of a program.
       shortcuts: through what was not recorded; None if all operations were.
     """
 
-    def __init__(self, run: RunRecords, shortcuts: Shortcuts | None = None) -> None:
-        self.run, self.shortcuts = run, shortcuts
+    def __init__(self, records: Records, shortcuts: Shortcuts | None = None) -> None:
+        self.records, self.shortcuts = records, shortcuts
         # Bounds the memory of a long search.
         self._size = functools.lru_cache(1 << 20)(
             lambda value: self.size_of(self.origin(value))
@@ -175,13 +165,14 @@ class Trail:
         if isinstance(origin, Constant):
             return size_of(origin.value)
         if isinstance(origin, Argument):
-            return read_size(self.run.arguments[origin.position])
+            ends = self.records.at((Key.ARGUMENTS, origin.position))
+            return NOTHING if ends is None else read_size(ends[0])
         if isinstance(origin, Stack):
             sizes = list(map(self.size, self._parts(origin)))
             worst = [x for x in sizes if x.is_nan] or [x for x in sizes if x.is_bad]
             return max(worst or sizes, key=lambda x: x.magnitude, default=NOTHING)
-        keys = self._keys(origin)[2 * origin.result :][:2]
-        return read_size(keys) if len(keys) else NOTHING
+        ends = self._ends(origin)[origin.result :]
+        return read_size(ends[0]) if len(ends) else NOTHING
 
     def is_known(self, value: RunValue) -> bool:
         """Whether there is a record of a value: of a while loop not all are kept."""
@@ -189,7 +180,7 @@ class Trail:
         if isinstance(origin, Stack):
             return all(map(self.is_known, self._parts(origin)))
         if isinstance(origin, OpResult | Slice | LoopCarry):
-            return len(self._keys(origin)) > 0
+            return len(self._ends(origin)) > 0
         return origin is not None
 
     def range_of(self, op: OpResult) -> Range | None:
@@ -199,13 +190,13 @@ class Trail:
         if singular is None:
             return None
         operand = equation.invars[singular]
-        keys = self._keys(op)[2 * len(equation.outvars) :][:2]
+        ends = self._ends(op)[len(equation.outvars) :]
         is_real = is_inexact_atom(operand) and operand.aval.dtype.kind != "c"
-        if not is_real or not len(keys):
+        if not is_real or not len(ends):
             return None
         value = RunValue(op.frame, operand, op.iterations)
         high, low = self.size(value) if self.is_known(value) else (math.nan, math.nan)
-        return Range(read_size(keys).low, low, high)
+        return Range(read_size(ends[0]).low, low, high)
 
     # From what is bad to what has made it so.
 
@@ -317,13 +308,12 @@ class Trail:
         if not (is_choice and causes and all(isinstance(x, Constant) for x in origins)):
             return []
         # A predicate has no record, so its operands are asked.
-        found = self.nearest([self.predicate(op)], lambda x: len(self._keys(x)) > 0)
+        found = self.nearest([self.predicate(op)], lambda x: len(self._ends(x)) > 0)
         return [value for value, _ in found if self.is_bad(value)]
 
     def _taken(self, op: OpResult, count: int) -> list[Size]:
         """The sizes of the elements that a `select_n` takes from each case."""
-        keys = self._keys(op)
-        sizes = [read_size(keys[i : i + 2]) for i in range(2, len(keys), 2)]
+        sizes = list(map(read_size, self._ends(op)[1:]))
         return sizes if len(sizes) == count else []
 
     def operands(self, op: OpResult) -> list[RunValue]:
@@ -419,8 +409,8 @@ class Trail:
 
     def _is_taken(self, value: RunValue) -> bool:
         """Whether the branch that a value is in was taken."""
-        keys = self._record(value.frame, (TAKEN,), value.iterations)
-        return len(keys) > 0 and int(keys[0]) == INF_KEY
+        ends = self.records.ends(value.frame, (Key.TAKEN,), value.iterations)
+        return len(ends) > 0 and ends[0, 0] == INF_KEY
 
     # From iteration to iteration.
 
@@ -434,8 +424,8 @@ class Trail:
     def _iterations(self, loop: Frame, around: tuple[int, ...]) -> range:
         """The iterations of a loop, in order of time."""
         if loop.kind == "while":
-            counted = self._record(loop, (ITERATIONS,), (*around, 0))
-            return range(int(counted[0]) if len(counted) else 0)
+            counted = self.records.ends(loop, (Key.ITERATIONS,), (*around, 0))
+            return range(int(counted[0, 0]) if len(counted) else 0)
         every = range(loop.length)
         return every[::-1] if loop.is_reversed else every
 
@@ -447,53 +437,19 @@ class Trail:
     def _first_in_a_row(self, op: Followed, shared: int) -> Followed:
         """The same result in the first of the iterations in a row in which it is bad.
 
-        Of a while loop no other iteration was recorded.
-
         Args:
           op: the result.
           shared: the number of outer loops to leave as they are: what reads it is in
             the same iteration, and before it may have been bad and not been read.
         """
-        iterations = list(op.iterations)
-        for i, loop in list(enumerate(op.frame.loops()))[shared:]:
-            found = self._record(op.frame, op.key, tuple(iterations), every=i)
-            if isinstance(found, WhileRecords) and loop.kind == "while":
-                _, iterations[i] = _kept_of(found, iterations[i])
-            elif isinstance(found, np.ndarray) and loop.kind == "scan":
-                keys = found[:, 2 * op.result : 2 * op.result + 2]
-                iterations[i] = _start_of_run(keys, iterations[i], loop.is_reversed)
-        return op._replace(iterations=tuple(iterations))
+        first = self.records.first_bad(
+            op.frame, op.key, op.iterations, op.result, shared
+        )
+        return op._replace(iterations=first)
 
-    def _keys(self, op: OpResult | Slice | LoopCarry) -> np.ndarray:
-        """The record of what has one, `u32[n]`; [] if it was not kept."""
-        return self._record(op.frame, op.key, op.iterations)
-
-    def _record(
-        self,
-        frame: Frame,
-        key: Indices,
-        iterations: tuple[int, ...],
-        every: int | None = None,
-    ) -> Any:
-        """The record in an iteration, or what is recorded of all those of loop `every`.
-
-        [] if the iteration was not kept.
-        """
-        found: Any = record_of(self.run.records, (*frame.site.indices, *key))
-        loops = list(zip(frame.loops(), iterations, strict=True))
-        axis = 0
-        for i, (loop, iteration) in enumerate(loops):
-            if loop.kind == "scan" and i == every:
-                axis += 1
-            elif loop.kind == "scan":
-                found = jax.tree.map(lambda x, i=iteration, a=axis: x.take(i, a), found)
-        for i, (loop, iteration) in enumerate(loops):
-            if loop.kind == "while" and isinstance(found, WhileRecords):
-                if i == every or found.bad_iterations.ndim > 1:
-                    break
-                found, _ = _kept_of(found, iteration)
-        is_array = isinstance(found, np.ndarray)
-        return found if is_array or every is not None else _NO_RECORD
+    def _ends(self, op: OpResult | Slice | LoopCarry) -> np.ndarray:
+        """The record of what has one, `u32[n, 2]`; `u32[0, 2]` if it was not kept."""
+        return self.records.ends(op.frame, op.key, op.iterations)
 
     def _order(self, birth: FoundBirth) -> tuple[Any, ...]:
         """A key by which births are in the order in which they happened."""
@@ -513,42 +469,6 @@ class Trail:
                 index = next(iterations)
                 key.append(frame.length - 1 - index if frame.is_reversed else index)
         return (0, *key, origin.position)
-
-
-_NO_RECORD = np.zeros(0, np.uint32)
-
-
-def _start_of_run(keys: np.ndarray, index: int, is_reversed: bool) -> int:
-    """The first of the iterations in a row in which a result is bad as in this one."""
-    signs = np.stack(
-        [
-            (keys > INF_KEY).any(1) | (keys < MINUS_INF_KEY).any(1),
-            keys[:, 0] == INF_KEY,
-            keys[:, 1] == MINUS_INF_KEY,
-        ],
-        axis=1,
-    )
-    if not signs[index].any():
-        return index
-    step = 1 if is_reversed else -1
-    while 0 <= index + step < len(keys) and (signs[index + step] == signs[index]).all():
-        index += step
-    return index
-
-
-def _kept_of(found: WhileRecords, index: int) -> tuple[Any, int]:
-    """The record of an iteration of a while loop, and the first in which it was so.
-
-    [] if it was not kept.
-    """
-    for record, iterations in (
-        (found.nan, found.nan_iterations.tolist()),
-        (found.bad, found.bad_iterations.tolist()),
-    ):
-        if iterations[0] <= index <= iterations[1]:
-            return record, iterations[0]
-    is_finite = int(found.bad_iterations[0]) == NEVER
-    return found.bad if is_finite else _NO_RECORD, index
 
 
 _FLIP = {"inf": "-inf", "-inf": "inf"}

@@ -19,21 +19,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from jls._placement import replicated
 from jls._program.alone import WIDE
 from jls._program.control import Site
 from jls._program.frames import Frame, Variable
 from jls._program.places import Place, place_of
-from jls._program.replay import WhileRecords, floats_from_keys, key_of
-from jls._tools.origin.record import (
-    RecordedProgram,
-    ends_of,
-    makers_of,
-    record_of,
-    to_nearest_records,
-)
+from jls._program.records import Records, key_of
+from jls._tools.origin.measure import ends_of
+from jls._tools.origin.record import RecordedProgram, to_nearest_records
 
 LOWEST, HIGHEST = -25, 15  # the powers of two whose numbers float16 does not lose
 _BINS = HIGHEST - LOWEST + 1
@@ -66,8 +61,6 @@ class Twin(RecordedProgram):
       options: of XLA, for which the user's function asks.
     """
 
-    ARITHMETIC = WIDE
-
     def __init__(
         self,
         main: Frame,
@@ -77,8 +70,8 @@ class Twin(RecordedProgram):
     ) -> None:
         following = list(following)
         asked = [*sized, *following]
-        super().__init__(main, asked, options=options)
-        self.operations &= makers_of(main, to_nearest_records(asked))
+        super().__init__(main, asked, options=options, arithmetic=WIDE)
+        self.operations &= main.makers_of(to_nearest_records(asked))
         self._merged = {x.site.indices for x in main.all() if _is_merged(x)}
         self._counted: dict[tuple[int, ...], set[int]] = {}
         for frame, atom in following:
@@ -98,16 +91,15 @@ class Twin(RecordedProgram):
             # The ends of what the samples hold whole are found on the host.
             sizes = [x.size for x in results]
             is_whole = all(sizes) and [x.size for x in samples] == sizes
-            found = None if is_whole else ends_of(results)
-            return found, *(lax.bitcast_convert_type(x, jnp.uint32) for x in samples)
-        found = ends_of(results)
-        assert found is not None
-        # Twice: over iterations and devices, the even ones are the largest numbers.
-        counts = [jnp.repeat(_bin_counts(jnp.abs(x)), 2, axis=0) for x in samples]
-        return jnp.concatenate([found, *map(key_of, counts)])
+            found = jnp.zeros((0, 2), jnp.uint32) if is_whole else ends_of(results)
+            return found, *map(key_of, samples)
+        ends = ends_of(results)
+        assert ends is not None
+        counts = [key_of(_bin_counts(jnp.abs(x))) for x in samples]
+        return jnp.concatenate([ends, *(jnp.stack([x, x], -1) for x in counts)])
 
     def cotangent(
-        self, records: Any, variable: Variable, loss_scale: float
+        self, records: Records, variable: Variable, loss_scale: float
     ) -> Cotangent | None:
         """A counted variable, over all iterations of the loops around it.
 
@@ -125,13 +117,14 @@ class Twin(RecordedProgram):
         counted = sorted(self._counted.get(key, ()))
         if result not in counted:
             return None
-        rows, samples = _read(record_of(records, key))
+        ends, *samples = records.numbers(key)
         column = counted.index(result)
         if samples:
-            found = np.stack([_count_on_host(np.abs(x)) for x in samples[column]])
+            sample = samples[column].reshape(-1, samples[column].shape[-1])
+            found = np.stack([_count_on_host(np.abs(x)) for x in sample])
         else:
-            place = 2 * len(frame.jaxpr.eqns[index].outvars) + 2 * _NUM_COUNTS * column
-            found = rows[:, place : place + 2 * _NUM_COUNTS : 2]
+            place = len(frame.jaxpr.eqns[index].outvars) + _NUM_COUNTS * column
+            found = ends[..., place : place + _NUM_COUNTS, 0].reshape(-1, _NUM_COUNTS)
         counts = found.astype(np.float64).sum(0)
         present = counts[1:].sum()
         if not present:
@@ -144,28 +137,17 @@ class Twin(RecordedProgram):
             shares=tuple(shares[2:-1].tolist()),
         )
 
-    def largest(self, records: Any, variable: Variable) -> float:
+    def largest(self, records: Records, variable: Variable) -> float:
         """The largest magnitude of a variable in one run; 0 if it is not recorded."""
         frame, atom = variable
         index, result = frame.makers[atom]
-        rows, _ = _read(record_of(records, frame.indices_of(index)))
-        ends = rows[:, 2 * result : 2 * result + 2]
-        return float(np.abs(ends).max(initial=0.0))
-
-
-def _read(record: Any) -> tuple[np.ndarray, list[np.ndarray]]:
-    """The record of an operation and its samples, a row for each iteration.
-
-    Both are `f32[iterations, n]`.
-    """
-    if isinstance(record, WhileRecords):
-        record = record.bad
-    keys, *others = record if isinstance(record, tuple) else (record,)
-    samples = [x.reshape(-1, x.shape[-1]).view(np.float32) for x in others]
-    if keys is not None:
-        return floats_from_keys(keys.reshape(-1, keys.shape[-1])), samples
-    ends = [x for one in samples for x in (one.max(1), one.min(1))]
-    return np.stack(ends, 1) if ends else np.zeros((0, 0), np.float32), samples
+        every = records.numbers(frame.indices_of(index))
+        if not every:
+            return 0.0
+        ends, *samples = every
+        is_whole = samples and not ends.shape[-2]
+        found = samples[result] if is_whole else ends[..., result, :]
+        return float(np.abs(found).max(initial=0.0))
 
 
 def _is_merged(frame: Frame) -> bool:

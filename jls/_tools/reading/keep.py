@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `keep` of an autocast that holds some products of a step, and no others."""
 
+import bisect
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from jls._program.control import Site
 from jls._program.places import Place, modules_in_loss, place_of
@@ -43,11 +44,42 @@ class InFunctions(NamedTuple):
 
 
 Keep = str | Callable[[Place], bool] | None
+T = TypeVar("T")
 
 
 def unit_of(site: Site) -> Unit:
     place = place_of(site)
     return Unit(modules_in_loss(site), place.file, place.function)
+
+
+def least(units: Sequence[T], holds: Callable[[Sequence[T]], bool]) -> list[T]:
+    """The units that have to be float32 for a run that is as it has to be.
+
+    Args:
+      units: all of them.
+      holds: whether a run with these in float32 is so.
+
+    Returns:
+      [] if that does not help, or none has to. None of them can be left out.
+    """
+    left = units
+    if not units or not holds(units):
+        return []
+    needed = list[T]()
+    while not holds(needed):
+        # With so many of the first ones it holds.
+        high = bisect.bisect_left(
+            range(len(left)), True, key=lambda n: holds([*needed, *left[:n]])
+        )
+        if not high:
+            break
+        needed.append(left[high - 1])
+        left = left[: high - 1]
+    for one in needed[:-1]:
+        others = [x for x in needed if x != one]
+        if holds(others):
+            needed = others
+    return [x for x in units if x in needed]
 
 
 def keep_of(
