@@ -404,7 +404,7 @@ def update_with_average(
       update: makes updates and a state of gradients.
       grads: the gradients.
     """
-    with noted("averaged", apart=True) as seen:
+    with noted("averaged", nearest=True) as seen:
         updates, state = update(grads)
     if seen and _are_changed(lambda grads: update(grads)[0], grads, updates, seen):
         warn(

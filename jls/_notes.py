@@ -33,13 +33,18 @@ _LISTENERS = contextvars.ContextVar("_LISTENERS", default=())
 
 
 @contextlib.contextmanager
-def noted(kind: Kind, apart: bool = False) -> Iterator[list[Any]]:
+def noted(
+    kind: Kind, apart: bool = False, nearest: bool = False
+) -> Iterator[list[Any]]:
     """Yields the list of what is noted of one kind in the block.
 
-    Enclosing blocks get it too, unless this one is `apart`.
+    Enclosing blocks get it too, unless this one is `apart`. If it takes only what is
+    `nearest`, those of the same kind do not.
     """
     records: list[Any] = []
     others = () if apart else _LISTENERS.get()
+    if nearest:
+        others = tuple(x for x in others if x[0] != kind)
     token = _LISTENERS.set((*others, (kind, records)))
     try:
         yield records

@@ -62,11 +62,12 @@ def test_what_follows_an_average_is_warned_of():
         optax.chain(optax.chain(ADAM, ema), optax.trace(0.9)),
         optax.multi_transform({"x": optax.chain(ema, ADAM)}, {"a": "x", "b": "x"}),
     ]
-    for inner in chains:
+    optimizers = [(jls.loss_scaled(inner), WIDE) for inner in chains]
+    optimizers += [(jls.skip_nonfinite(jls.bfloat16_params(chains[0])), HALF)]
+    for optimizer, params in optimizers:
+        state = optimizer.init(params)
         with pytest.warns(jls.JlsWarning, match="averages parameters that no step has"):
-            jls.loss_scaled(inner).init(WIDE)
-    with pytest.warns(jls.JlsWarning, match="averages parameters that no step has"):
-        jls.skip_nonfinite(jls.bfloat16_params(chains[0])).init(HALF)
+            jax.jit(optimizer.update)(params, state, params)
 
 
 def test_what_passes_the_updates_on_is_not():
@@ -78,7 +79,8 @@ def test_what_passes_the_updates_on_is_not():
         optax.chain(optax.chain(ADAM, ema), optax.identity()),
         optax.chain(ADAM, ema, optax.snapshot("norm", lambda *_: jnp.ones(()))),
     ):
-        jls.loss_scaled(inner).init(WIDE)
+        optimizer = jls.loss_scaled(inner)
+        jax.jit(optimizer.update)(WIDE, optimizer.init(WIDE), WIDE)
 
 
 def test_members_of_a_vmap_have_counts_of_their_own():
