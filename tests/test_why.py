@@ -149,6 +149,8 @@ def test_text_has_others_after_the_first_and_counts_the_rest():
         (jnp.log1p, -1.0, r"The logarithm of 1 \+ x"),
         (jnp.sqrt, -1.0, "The square root of a negative number"),
         (lambda x: 1 / x, 0.0, "A quotient by 0"),
+        (jax.grad(jnp.log), 0.0, "The logarithm of 0. Use jax.nn.log_softmax"),
+        (jax.grad(lambda x: jnp.log(x + 1) / x), 0.0, "A quotient by 0"),
         (jnp.exp, 100.0, r"exp is over 3.4028e\+38 from 88.72 on"),
         (lambda x: jnp.exp(half(x)), 12.0, "exp is over 65504 from 11.09 on"),
         (jnp.exp2, 200.0, r"exp2 is over 3.4028e\+38 from 128 on"),

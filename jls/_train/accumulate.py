@@ -12,8 +12,9 @@ steps does no harm. A micro-batch is left out by a select, since 0 times NaN is 
 Each micro-batch gets keys of its own, so that no two drop the same units.
 """
 
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -24,7 +25,7 @@ from jls._devices import AxisName, agree
 from jls._mistakes import warn
 from jls._nnx import is_object
 from jls._reduce import all_finite
-from jls._text import join, path_name
+from jls._text import join, listed, path_name
 from jls._tree import is_array, is_key, select, wide_dtype, widen
 
 Accumulation = Literal["mean", "sum"]
@@ -78,9 +79,10 @@ def accumulate(
     zeros = jax.tree.map(_zeros, params)
     numbers = jnp.arange(micro_batches)
     parts = numbers, _split(batch, micro_batches)
-    (carried, grads), (losses, finite, is_kept, aux) = lax.scan(
-        body, (carried, zeros), parts
-    )
+    with _axes_named(batch):
+        (carried, grads), (losses, finite, is_kept, aux) = lax.scan(
+            body, (carried, zeros), parts
+        )
     losses = jnp.where(finite, losses, 0)
 
     def reduce(total, counted):
@@ -160,6 +162,23 @@ def _is_raw_key(leaf: Any) -> bool:
 
 def _zeros(param: Any) -> Array:
     return jnp.zeros_like(param, dtype=wide_dtype(jnp.result_type(param)))
+
+
+@contextlib.contextmanager
+def _axes_named(batch: Any) -> Iterator[None]:
+    """Adds to an error which axes were split, if they are not of one size."""
+    try:
+        yield
+    except Exception as error:
+        leaves, _ = jax.tree_util.tree_flatten_with_path(batch)
+        names = {jnp.shape(x)[0]: join("batch", path_name(path)) for path, x in leaves}
+        if len(names) > 1:
+            sizes = listed([f"{size} ({name})" for size, name in names.items()])
+            error.add_note(
+                "micro_batches splits the leading axis of each array of batch, and "
+                f"they differ: {sizes}. Put the examples in the first axis of all."
+            )
+        raise
 
 
 def _split(batch: Any, micro_batches: int) -> Any:

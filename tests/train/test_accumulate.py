@@ -97,6 +97,22 @@ def test_mean_over_micro_batches_is_that_of_the_batch(jit_or_eager, drop):
     )
 
 
+def test_an_error_says_which_axes_were_split_if_they_differ():
+    def loss_fn(params, batch):
+        return jnp.sum(params * (batch["x"] - batch["y"]))
+
+    def note_of(y):
+        step = jls.train_step(loss_fn, jls.loss_scaled(optax.sgd(0.1)), micro_batches=2)
+        params = jnp.ones(3)
+        opt_state = jls.loss_scaled(optax.sgd(0.1)).init(params)
+        with pytest.raises((TypeError, ValueError)) as caught:
+            step(params, opt_state, {"x": jnp.ones((8, 3)), "y": y})
+        return "".join(getattr(caught.value, "__notes__", []))
+
+    assert "8 (batch/x), 6 (batch/y). Put the examples" in note_of(jnp.ones((6, 3)))
+    assert "micro_batches" not in note_of(jnp.ones((8, 2)))
+
+
 def test_sum_over_micro_batches_is_k_times_the_mean():
     batch = jax.random.normal(jax.random.key(0), (12, 2))
     reports = {

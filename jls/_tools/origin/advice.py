@@ -122,7 +122,7 @@ def _words(trail: Trail, birth: FoundBirth, origin: OpResult, is_backward: bool)
     if is_backward and "eigh" in functions_of_jax(origin.site):
         return EIGENVECTORS
     if is_backward and name in ("div", "integer_pow", "rsqrt"):
-        for arc in _arcs_behind(trail, birth):
+        for arc in _differentiated(trail, birth, "arc"):
             return _of_arc(arc)
     if name in ("div", "rsqrt") and not is_backward:
         return _for_forward_div(birth)
@@ -149,8 +149,8 @@ def _for_dtype(words: str, dtype: Any) -> str:
     return words.replace("{divisor}", _DIVISOR.get(dtype.name, "1e-12"))
 
 
-def _arcs_behind(trail: Trail, birth: FoundBirth) -> set[str]:
-    """The inverse functions (arcsin, ...) whose derivative rule made this operation.
+def _differentiated(trail: Trail, birth: FoundBirth, likeness: str) -> set[str]:
+    """The functions of one likeness whose derivative rule made this operation.
 
     It is made of the same argument, in the same line.
     """
@@ -161,7 +161,7 @@ def _arcs_behind(trail: Trail, birth: FoundBirth) -> set[str]:
     found = set[str]()
     for frame, iterations in {(op.frame, op.iterations) for op in near}:
         for index, equation in enumerate(frame.jaxpr.eqns):
-            if primitive_of(equation).like != "arc":
+            if primitive_of(equation).like != likeness:
                 continue
             place = place_of(frame.site_of(index))
             argument = RunValue(frame, equation.invars[0], iterations)
@@ -210,7 +210,9 @@ def _for_div(trail: Trail, birth: FoundBirth) -> str:
         return ""
     if birth.size.is_nan and "where" in _makers(trail, birth.operands[0], _NEAR):
         return WHERE
-    return SQRT if "sqrt" in _makers(trail, birth.operands[-1]) else DIVIDE
+    if "sqrt" in _makers(trail, birth.operands[-1]):
+        return SQRT
+    return LOG_0 if _differentiated(trail, birth, "log") else DIVIDE
 
 
 def _for_forward_div(birth: FoundBirth) -> str:

@@ -48,8 +48,8 @@ def _note_finite_losses(faults: Faults) -> Found:
         yield Note(
             f"The loss stays finite with {listed(hidden)}, so the skip is "
             "taken for an overflow: the loss scale backs off, and jls.requeue "
-            "hands the batch out again. If a jnp.nansum or a mask does it, give "
-            "the optimizer a loss that is NaN."
+            "hands the batch out again. If a jnp.nansum, a mask or, compiled for a "
+            "CPU, a relu does it, give the optimizer a loss that is NaN."
         )
 
 

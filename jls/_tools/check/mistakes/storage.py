@@ -49,10 +49,11 @@ def note_still(good: Good) -> Found:
     yield from _note_narrow_sums(subject)
     lost = _share_lost(runner, good_run, params)
     if lost >= 0.01:
+        share = f"{100 * lost:.0f} % of the updates are lost"
         yield Note(
-            f"{100 * lost:.0f} % of the updates are lost: in bfloat16 less than 1/512 "
-            f"of a parameter changes nothing ({subject.names(params)}). {_WRITE}: then "
-            "they move."
+            f"{share}: in bfloat16 less than 1/512 of a parameter changes nothing "
+            f"({subject.names(params)}). {_WRITE}: then they move.",
+            doubt=share if lost >= 0.5 else "",
         )
     lost = _share_lost(runner, good_run, averages)
     if lost >= 0.5:
