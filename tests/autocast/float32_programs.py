@@ -388,7 +388,8 @@ def shard_map_tensor_parallel():
     numbers = Numbers()
     params = {"up": numbers(16, 64), "down": numbers(64, 16), "out": numbers(16, 3)}
     automatic = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((len(jax.devices()),), ("d",), axis_types=automatic)
+    one = jax.devices()[:1]  # as the reference takes it
+    mesh = jax.make_mesh((1,), ("d",), axis_types=automatic, devices=one)
 
     def loss(params, batch):
         x, labels = batch

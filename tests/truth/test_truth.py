@@ -113,9 +113,10 @@ MODELS = [
     for i, name in enumerate(PROGRAMS)
     for j, half in enumerate(HALVES)
 ]
-# In a normal run the first 24, each in one of the two dtypes.
+# In a normal run the first 24, and what XLA's own float32 moves as far; each in one of
+# the two dtypes.
 RANDOM = [
-    pytest.param(seed, half, marks=more(i >= 24 or i % 2 != j))
+    pytest.param(seed, half, marks=more((i >= 24 and seed != 98) or i % 2 != j))
     for i, seed in enumerate(SEEDS)
     for j, half in enumerate(HALVES)
 ]
