@@ -98,12 +98,14 @@ def test_text_of_what_is_finite():
     why = jls.why(roots, jnp.ones(2))
     assert str(why) == "jls.why: no inf and no NaN reaches a result."
     assert why == jls.types.Why()
+    assert not why
 
 
 def test_text_of_a_step_whose_loss_scale_is_too_large():
     step, params, opt_state = made(jls.dynamic(2.0**20))
     why = jls.why(step, params, opt_state, BATCH)
     assert why.results == ("gradient of kernel",)
+    assert why
     (birth,) = why.births
     assert (birth.kind, birth.dtype) == ("inf", "float16")
     assert birth.place.is_backward

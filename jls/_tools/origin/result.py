@@ -42,11 +42,12 @@ class Why(NamedTuple):
     """Result of `jls.why`: where each inf and NaN in the results was born.
 
     `print` it: the first birth with its line of the source, then others, then what to
-    do about it.
+    do about it. It is true if a result is not finite, or an argument.
 
     Example:
-      >>> jls.why(jnp.sum, jnp.ones(3)).births
-      ()
+      >>> why = jls.why(jnp.sum, jnp.ones(3))
+      >>> why.births, bool(why)
+      ((), False)
     """
 
     if not TYPE_CHECKING:  # which knows the fields
@@ -63,6 +64,9 @@ class Why(NamedTuple):
         """Whether no line is to blame, which is said before any line."""
         starts = DIVERGED, FAR_TOO_LARGE, IN_FLOAT32
         return bool(self.notes) and self.notes[0].startswith(starts)
+
+    def __bool__(self) -> bool:
+        return bool(self.births or self.results)
 
     def __str__(self) -> str:
         if self.notes and not self.results:
