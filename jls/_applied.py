@@ -134,10 +134,9 @@ def changed_in(
         return None  # without the time to trace it once more
     if not any(isinstance(x, Tracer) for x in jax.tree.leaves(grads)):
         return None  # one that runs operation by operation would be traced in each step
-    with warnings.catch_warnings(), noted("stored", apart=True):
+    with warnings.catch_warnings(), noted("update", apart=True):
         warnings.simplefilter("ignore", JlsWarning)  # given where the step is taken
-        with noted("update", apart=True):
-            program = jax.make_jaxpr(update)(grads)
+        program = jax.make_jaxpr(update)(grads)
     for (path, _), way in zip(flat, ways_of(program), strict=True):
         if path in known and way in (Way.APPLIED, Way.CHANGED):
             return path_name(path)

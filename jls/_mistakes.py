@@ -429,13 +429,12 @@ def _are_changed(
             updates = update(grads)
         return [*zip(*_at_the_same_paths(updates, again), strict=True)]
 
-    with warnings.catch_warnings(), noted("stored", apart=True):
+    with warnings.catch_warnings(), noted("update", apart=True):
         warnings.simplefilter("ignore", JlsWarning)  # given where the step is taken
-        with noted("update", apart=True):
-            try:
-                jaxpr = jax.make_jaxpr(both)(grads).jaxpr
-            except jax.errors.UnexpectedTracerError:
-                return False  # what was seen is inside of a loop or a branch
+        try:
+            jaxpr = jax.make_jaxpr(both)(grads).jaxpr
+        except jax.errors.UnexpectedTracerError:
+            return False  # what was seen is inside of a loop or a branch
     here = {*jaxpr.invars, *(x for one in jaxpr.eqns for x in one.outvars)}
     half = len(jaxpr.outvars) // 2
     pairs = zip(jaxpr.outvars[:half], jaxpr.outvars[half:], strict=True)

@@ -8,6 +8,7 @@ from collections import Counter
 import numpy as np
 
 from jls._mistakes import is_jit_disabled
+from jls._program.control import Site
 from jls._program.facts import ANY, Number
 from jls._program.places import place_of
 from jls._scopes import GRADIENTS
@@ -148,6 +149,12 @@ def _note_idle(subject: Subject, reading: Reading) -> Found:
             yield Note(doubt=f"with {reading.scales[k].name} {evidence}")
 
 
+def _where(site: Site) -> str:
+    """The place of an operation, without its name."""
+    place = place_of(site)
+    return str(place).removeprefix(place.operation)
+
+
 def _note_added_twice(reading: Reading) -> Found:
     """Notes that an update is added to what it was added to before."""
     added = reading.flow.added
@@ -157,11 +164,9 @@ def _note_added_twice(reading: Reading) -> Found:
             continue
         _, _, first = before
         if first.site and update.site and first.site.indices == update.site.indices:
-            place = place_of(site)
-            where = str(place).removeprefix(place.operation)
             yield Note(
-                f"The updates are added to the parameters twice, the second time{where}"
-                ": the learning rate is twice what it says.",
+                "The updates are added to the parameters twice, the second time"
+                f"{_where(site)}: the learning rate is twice what it says.",
                 doubt="the updates are added twice",
             )
             return
@@ -179,11 +184,9 @@ def _note_subtracted(reading: Reading) -> Found:
     returned = {site.indices for site in results if site}
     for site, updates in reading.flow.subtracted:
         if updates.follows & reading.bits_of_updates and site.indices in returned:
-            place = place_of(site)
-            where = str(place).removeprefix(place.operation)
             yield Note(
-                f"The updates of optax are negative already, but subtracted{where}. "
-                "Write optax.apply_updates(params, updates).",
+                "The updates of optax are negative already, but subtracted"
+                f"{_where(site)}. Write optax.apply_updates(params, updates).",
                 doubt="the updates are subtracted",
             )
             return
