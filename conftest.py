@@ -10,6 +10,7 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -18,6 +19,7 @@ import jaxlib
 import numpy as np
 import optax
 import pytest
+from jax._src.interpreters import mlir
 
 import jls
 
@@ -74,12 +76,31 @@ def _knows_quick(config):
     return knows
 
 
+def _share_contexts():
+    """Lowers ten programs in one MLIR context, as JAX 0.12 does by itself.
+
+    To make a context takes longer than to lower most programs of the tests.
+    """
+    if hasattr(mlir, "_thread_local_context") or not hasattr(mlir, "make_ir_context"):
+        return
+    make, kept = mlir.make_ir_context, threading.local()
+
+    def shared():
+        kept.uses = getattr(kept, "uses", 0) + 1
+        if kept.uses % 10 == 1:
+            kept.context = make()
+        return kept.context
+
+    mlir.make_ir_context = shared
+
+
 def pytest_configure(config):
     """Keeps each compiled program, under a hash of it, for both workers and later runs.
 
     `--cache-clear` compiles anew, `-p no:cacheprovider` every time.
     """
     _set_xla_flags(config)
+    _share_contexts()
     # No test reads a line of Python in what is lowered, and to write it takes time.
     jax.config.update("jax_traceback_in_locations_limit", 0)
     if hasattr(config, "cache"):

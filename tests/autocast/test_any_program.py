@@ -25,6 +25,15 @@ NOT_BY_HAND = {
     "attention_of_jax",
     "flash_attention_custom_vjp",
 }
+# The exact programs of tests/truth have their kinds too.
+LIKE_OTHERS = {
+    "gpt_unrolled",
+    "gpt_scan_policy",
+    "lstm",
+    "convolutions_batch_norm",
+    "associative_scan",
+    "variational_autoencoder",
+}
 pytestmark = pytest.mark.standard_promotion
 
 
@@ -66,7 +75,13 @@ def test_every_product_is_half_forwards_and_backwards(name, half):
     assert products(cast, params, batch)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.more] * (name in LIKE_OTHERS))
+        for name in PROGRAMS
+    ],
+)
 def test_loss_and_gradients_are_as_near_to_float32_as_by_hand(name):
     loss, params, batch = PROGRAMS[name]()
     value, grads = value_and_gradients(loss, params, batch)

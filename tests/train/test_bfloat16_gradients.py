@@ -294,12 +294,12 @@ def decoder(form):
 @pytest.mark.parametrize(
     "made",
     [
-        partial(decoder, "unrolled"),
+        pytest.param(partial(decoder, "unrolled"), marks=pytest.mark.more),
         partial(decoder, "scan"),
         partial(embedding, 512),
-        partial(embedding, 65_536),
+        pytest.param(partial(embedding, 65_536), marks=pytest.mark.more),
         partial(loop, 64),
-        partial(loop, 4096),
+        pytest.param(partial(loop, 4096), marks=pytest.mark.more),
     ],
 )
 def test_error_is_that_of_float32_parameters(made):
