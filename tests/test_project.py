@@ -275,7 +275,7 @@ def test_ci_leaves_out_the_same_tests_of_the_same_commit(tmp_path):
     for number in range(8):
         commit(f"{number}")
         seen.add(chosen())
-    assert "--part 2/3" in chosen("--part", "2")[1]
+    assert "--part 2/6" in chosen("--part", "2")[1]
     (tree / "file").write_text("not committed")
     (tree / "new").write_text("not committed")
     assert chosen() in seen
