@@ -1,5 +1,6 @@
 """What `jls.check_step` reads in the program of a step. No step is run."""
 
+import cProfile
 import functools
 
 import jax
@@ -44,6 +45,15 @@ def of_right(change):
         return loss, jax.tree.map(change, grads)
 
     return gradients
+
+
+def test_a_step_is_read_under_a_profiler():
+    with cProfile.Profile() as profile:
+        runner, findings = read(*plain())
+    assert runner.subject.reading
+    assert not findings.of("broken")
+    names = {entry.code for entry in profile.getstats()}
+    assert plain_loss.__code__ in names  # which it saw too
 
 
 def scaled_loss_told(state, loss_fn, params, transform):

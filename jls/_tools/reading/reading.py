@@ -50,9 +50,14 @@ def try_to_trace(step: Callable[..., Any], arguments: Arguments) -> Traced | Unr
 
 @contextlib.contextmanager
 def _noting_device_get(calls: list[None]) -> Iterator[None]:
-    """Notes calls of `jax.device_get` with a tracer, which it gives back as it is."""
+    """Notes calls of `jax.device_get` with a tracer, which it gives back as it is.
+
+    Under a profiler it notes none: `sys.setprofile` could not put cProfile back.
+    """
+    if sys.getprofile() is not None:
+        yield
+        return
     code = inspect.unwrap(jax.device_get).__code__
-    before = sys.getprofile()
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call" and frame.f_code is code:
@@ -63,7 +68,7 @@ def _noting_device_get(calls: list[None]) -> Iterator[None]:
     try:
         yield
     finally:
-        sys.setprofile(before)
+        sys.setprofile(None)
 
 
 class Result(NamedTuple):
