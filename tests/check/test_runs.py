@@ -93,7 +93,7 @@ def test_another_scale_starts_the_count_to_its_growth_anew(runner):
     count = scale.fields["finite_count"]
     for before, after in [(3, 0), (-1, -1)]:
         runner.start[count] = np.int32(before)
-        assert runner.at_scale(scale, 2.0) == {scale.at: 2.0, count: after}
+        assert runs.at_scale(runner.start, scale, 2.0) == {scale.at: 2.0, count: after}
 
 
 def test_next_step_starts_with_what_came_back_at_the_first_scale(runner):

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The findings of `jls.check_step`, by code."""
 
-from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Generator, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from jls._program.places import Place
 from jls._tools.check.codes import CODES, Code
+from jls._tools.check.runs import Run, Trial
 
 Status = Literal["right", "broken", "not tried", "does not apply"]
 
@@ -29,7 +30,10 @@ class Note(NamedTuple):
     doubt: str = ""
 
 
-Found = Iterator[Finding | Note]
+_T = TypeVar("_T")
+Found = Generator[Finding | Note, Any, None]
+# What also yields trials, is sent the run of each, or why there is none, and returns T.
+Trying = Generator[Finding | Note | Trial, Run | Finding, _T]
 
 
 def broken(

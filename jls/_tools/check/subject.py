@@ -60,9 +60,8 @@ class Subject(NamedTuple):
         return listed([self.items[i].name for i in sorted(leaves)])
 
 
-def subject_of(program: Program, carried: Carried) -> Subject:
-    arguments, scales, reading, *_ = program
-    items = arguments.items
+def subject_of(program: Program, items: Sequence[Item], carried: Carried) -> Subject:
+    scales, reading, *_ = program
     own = frozenset(i for scale in scales for i in scale.own)
     roots = [scale.path for scale in scales]
     inside = frozenset(

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jls.compare`: the first operation at which two programs give different numbers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import jax
 
 from jls._program.places import Place
 from jls._text import describe, listed
@@ -19,6 +21,7 @@ from jls._tools.compare.fingerprint import (
 from jls._tools.compare.pairs import FACTOR, UNIT, Found, find, same_names
 from jls._tools.compare.sketch import FIRST, apart
 from jls._tools.origin.result import place_in_words
+from jls._tools.reading.arguments import check_takes
 
 
 def compare(
@@ -102,17 +105,28 @@ def compare(
     if a is b and not are_made:
         # Each is traced: what NumPy draws meanwhile is another number in each program.
         first, second = (
-            program_of("jls.compare", "a", a, args, kwargs).fingerprint([WRITTEN])
-            for _ in range(2)
+            _fingerprint("a", a, args, kwargs, [WRITTEN]) for _ in range(2)
         )
         return _difference(first, second, is_same=True)
     first, second = (
         given
         if isinstance(given, Fingerprint)
-        else program_of("jls.compare", name, given, args, kwargs).fingerprint()
+        else _fingerprint(name, given, args, kwargs)
         for name, given in (("a", a), ("b", b))
     )
     return _difference(first, second)
+
+
+def _fingerprint(
+    name: str,
+    fun: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    runs: Sequence[str] | None = None,
+) -> Fingerprint:
+    if not isinstance(fun, jax.stages.Compiled):
+        check_takes("jls.compare", fun, args, kwargs, written="a, b")
+    return program_of("jls.compare", name, fun, args, kwargs).fingerprint(runs)
 
 
 def _difference(a: Fingerprint, b: Fingerprint, is_same: bool = False) -> Difference:

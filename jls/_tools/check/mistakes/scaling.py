@@ -26,7 +26,7 @@ from jls._tree import is_inexact
 _ERROR_OF_A_SOLVE, _MAY_BE_A_SOLVE = 1e-4, 1e-3
 
 _VALUE_AND_GRAD = "loss, grads = jls.value_and_grad(loss_fn)(opt_state, params, batch)"
-_NNX = "jls.value_and_grad(loss_fn, transform=nnx.value_and_grad)"
+_NNX = "loss, grads = jls.value_and_grad(loss_fn, transform=nnx.value_and_grad)"
 
 
 class _Mix(NamedTuple):
@@ -108,8 +108,8 @@ NOT_SCALED = Mistake(
         "equinox": "loss, grads = jls.value_and_grad(loss_fn, "
         "transform=eqx.filter_value_and_grad)(opt_state, model, batch), with the "
         "opt_state that the step was given",
-        "nnx": f"loss, grads = {_NNX}(optimizer, model, batch)",
-        "nnx without a wrapper": f"loss, grads = {_NNX}(state, model, batch)",
+        "nnx": _NNX + "({optimizer}, {model}, {batch})",
+        "nnx without a wrapper": _NNX + "({state}, {model}, {batch})",
     },
     needs="updates",
     read=_read_not_scaled,
