@@ -13,9 +13,9 @@ from jls._scopes import GRADIENTS, LOSS
 from jls._tools.check.findings import Finding, Found, away, broken, right, untried
 from jls._tools.check.leaves import is_fp8
 from jls._tools.check.mistakes.mistake import Mistake, place_of_update
+from jls._tools.check.other_scales import errors_between_scales
 from jls._tools.check.runs import to_host
 from jls._tools.check.subject import Subject
-from jls._tools.check.two_scales import errors_between_scales
 from jls._tools.reading.reading import Reading
 from jls._tools.reading.updates import SeenValue, UpdateCall
 from jls._tree import is_inexact

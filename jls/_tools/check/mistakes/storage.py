@@ -16,7 +16,7 @@ from jls._tools.check.good_steps import Good
 from jls._tools.check.leaves import as_numpy
 from jls._tools.check.runs import Run, Trial
 from jls._tools.check.subject import Subject
-from jls._tools.reading.reading import Reading, is_a_result
+from jls._tools.reading.reading import Reading
 
 _WRITE = "Write jls.bfloat16_params(inner) inside the wrapper"
 # The fields of optax's states that hold second moments.
@@ -39,7 +39,7 @@ def note_still(good: Good) -> Trying[None]:
     if subject.program.has_bfloat16_params:
         if subject.reading is None:
             return
-        ways = _ways(subject)
+        ways = _ways(subject, subject.reading)
         averages += [i for i in params if ways.get(i) is Way.FOLLOWS]
         known = {*averages, *(i for i, way in ways.items() if way in OF_UPDATES)}
         params = [i for i in params if i not in known]
@@ -148,22 +148,16 @@ def changed_updates(subject: Subject) -> list[int]:
     """The parameters of a `jls.bfloat16_params` that take others than its updates."""
     if subject.reading is None or not subject.program.has_bfloat16_params:
         return []
-    ways = _ways(subject)
+    ways = _ways(subject, subject.reading)
     return [i for i in sorted(subject.trained) if ways.get(i) is Way.CHANGED]
 
 
-def _ways(subject: Subject) -> dict[int, Way]:
+def _ways(subject: Subject, reading: Reading) -> dict[int, Way]:
     """What carried bfloat16 leaves have to do with updates of `bfloat16_params`."""
-    assert subject.reading is not None
-    traced = subject.reading.traced
-    found = iter(ways_of(traced.program))
-    by_path = [
-        {x.path: next(found) for x in items if is_a_result(x)}
-        for items in (traced.outputs, traced.objects)
-    ]
-    ways = subject.carried.pick(subject.items, *by_path)
-    dtypes = {i: getattr(subject.items[i].value, "dtype", None) for i in ways}
-    return {i: x for i, x in ways.items() if dtypes[i] == jnp.bfloat16}
+    ways = ways_of(reading.traced.program)
+    dtypes = {i: getattr(x.value, "dtype", None) for i, x in enumerate(subject.items)}
+    places = subject.places.items()
+    return {i: ways[n] for i, n in places if dtypes[i] == jnp.bfloat16}
 
 
 def _in_bfloat16(carried: Mapping[int, Any], leaves: Iterable[int]) -> list[int]:
