@@ -285,7 +285,7 @@ def _try_all(runner: Runner, findings: Findings) -> None:
 
 
 def _answered(runner: Runner, asking: Trying[_T]) -> tuple[list[Finding | Note], _T]:
-    """Runs the trials that it yields; what else it yields, and what it returns."""
+    """What a function finds and returns, with the trials run that it asks for."""
     found: list[Finding | Note] = []
     run: Any = None
     while True:
@@ -293,8 +293,11 @@ def _answered(runner: Runner, asking: Trying[_T]) -> tuple[list[Finding | Note],
             asked = asking.send(run)
         except StopIteration as end:
             return found, end.value
-        run = _attempt(runner, asked) if isinstance(asked, Trial) else None
-        found += [] if isinstance(asked, Trial) else [asked]
+        if isinstance(asked, Trial):
+            run = _attempt(runner, asked)
+        else:
+            run = None
+            found.append(asked)
 
 
 def _attempt(runner: Runner, trial: Trial) -> Run | Finding:

@@ -10,14 +10,7 @@ from jls._scopes import NEW
 from jls._text import format_scale
 from jls._tools.check.carried import UntriedError
 from jls._tools.check.leaves import as_numpy
-from jls._tools.check.runs import (
-    Calls,
-    OutOfRunsError,
-    Run,
-    Runner,
-    at_scale,
-    with_changes,
-)
+from jls._tools.check.runs import Calls, Run, Runner, at_scale, with_changes
 from jls._tools.check.subject import Subject
 from jls._tools.reading.keep import argument_of
 from jls._tools.reading.scales import is_switched_off
@@ -38,6 +31,7 @@ class Good(NamedTuple):
     run: Run  # the step in whose place faults are injected
     window: int = 1  # how many steps there are from one move to the next
     why_unmoved: str = ""  # why the parameters are not seen to move, "" if they are
+    doubt: str = ""  # the same for the headline
     trains: bool = True  # False if the first one shows that no step does
     is_on_one_device: bool = True  # whether all that is carried is
     in_a_row: Calls | None = None  # calls that were made for a number that changes
@@ -66,16 +60,9 @@ def take_good_steps(runner: Runner, is_idle: bool) -> Good:
         # types and devices that the first one returned.
         while len(good.steps) < 3:
             good.steps.append(runner.run(good.steps[-1].next, "a good step"))
-        good = good._replace(in_a_row=_calls_in_a_row(runner))
+        if runner.numbers_change:
+            good = good._replace(in_a_row=runner.calls_in_a_row(3))
     return good._replace(is_on_one_device=len(runner.devices) < 2)
-
-
-def _calls_in_a_row(runner: Runner) -> Calls | None:
-    """What is compiled where a static number changes; None if none does."""
-    try:
-        return runner.calls_in_a_row(3) if runner.numbers_change else None
-    except OutOfRunsError:
-        return None
 
 
 def _step_until_moved(runner: Runner, good: Good) -> Good:
@@ -99,14 +86,12 @@ def _step_until_moved(runner: Runner, good: Good) -> Good:
         good.steps.append(runner.run(run.next, f"good step {number + 1}"))
     if moved is not None:
         return good._replace(run=moved, window=window)
-    count = max(3, len(good.steps))
-    reason = f"the parameters did not move in {count} good steps"
+    count, write = max(3, len(good.steps)), ""
+    doubt = f"the parameters did not move in {count} good steps"
     if not params:
-        reason = (
-            "the updates are applied to nothing that comes back: apply them, or name "
-            "all arguments that come back with carried="
-        )
-    return good._replace(why_unmoved=reason)
+        doubt = "the updates are applied to nothing that comes back"
+        write = ": apply them, or name all arguments that come back with carried="
+    return good._replace(why_unmoved=f"{doubt}{write}", doubt=doubt)
 
 
 def _at_a_lower_scale(runner: Runner, run: Run) -> Run:

@@ -151,8 +151,7 @@ def _note_idle(subject: Subject, reading: Reading) -> Found:
 
 def _where(site: Site) -> str:
     """The place of an operation, without its name."""
-    place = place_of(site)
-    return str(place).removeprefix(place.operation)
+    return str(place_of(site)._replace(operation=""))
 
 
 def _note_added_twice(reading: Reading) -> Found:
@@ -215,7 +214,7 @@ def _judge_no_step(good: Good) -> Found:
         )
     if good.why_unmoved and not (is_broken or changed):
         yield untried(good.why_unmoved)
-        yield Note(doubt=good.why_unmoved.partition(":")[0])
+        yield Note(doubt=good.doubt)
     yield right()
 
 
