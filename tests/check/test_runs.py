@@ -150,6 +150,37 @@ def test_second_step_may_compile_once_more():
     assert not findings.of("broken")
 
 
+# A step that raises.
+
+
+def raising(error, is_bad, *gradients):
+    """A step that raises, once it runs, if its batch is bad."""
+    step, args = small(*gradients)
+
+    def checks(params, opt_state, batch):
+        if not isinstance(batch["x"], jax.core.Tracer) and is_bad(batch["x"]):
+            raise error
+        return step(params, opt_state, batch)
+
+    return checks, args
+
+
+def test_an_error_in_a_trial_is_why_it_is_not_tried():
+    error = FloatingPointError("NaN in the batch")
+    step, args = raising(error, lambda x: bool(jnp.isnan(x).any()))
+    result = jls.check_step(step, *args)
+    assert result.ok
+    reason = "the step raised FloatingPointError in NaN in batch/x"
+    assert result.not_tried == {"NaN in batch/x": reason}
+
+
+def test_an_error_of_a_good_step_is_raised_whatever_was_read():
+    error = ValueError("the batch is of last year. Pass another")
+    step, args = raising(error, lambda x: True, steps.twice_unscaled)
+    with pytest.raises(ValueError, match="of last year"):
+        jls.check_step(step, *args)
+
+
 # An inf in a gradient.
 
 

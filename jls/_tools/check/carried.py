@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jls._text import join, listed, quoted
+from jls._tools.check.findings import UntriedError
 from jls._tools.check.leaves import subtrees
 from jls._tools.reading.arguments import AUX, REPORT, Arguments, Item, Keys
 from jls._tools.reading.reading import Reading, Result
@@ -25,19 +26,6 @@ from jls._tools.reading.scales import Scale
 from jls._tree import is_array, is_inexact
 
 Named = Mapping[str, Sequence[str] | None] | None
-
-
-class UntriedError(ValueError):
-    """No step can be tried.
-
-    Args:
-      reason: why, for a row of the table.
-      more: what to write.
-    """
-
-    def __init__(self, reason: str, more: str) -> None:
-        super().__init__(f"{reason}. {more}")
-        self.reason = reason
 
 
 class Carried(NamedTuple):

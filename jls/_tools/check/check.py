@@ -14,10 +14,9 @@ from jls._program.frames import Frame
 from jls._program.places import Place, short_path
 from jls._state import how_to_nest
 from jls._text import no_field, wrapped
-from jls._tools.check.carried import UntriedError
 from jls._tools.check.codes import CODES, Code
-from jls._tools.check.faults import inject
-from jls._tools.check.findings import Finding, Findings, Note, Trying, untried
+from jls._tools.check.faults import Trying, inject
+from jls._tools.check.findings import Finding, Findings, Note, UntriedError, untried
 from jls._tools.check.float8 import float8_notes
 from jls._tools.check.good_steps import take_good_steps
 from jls._tools.check.mistakes.mistake import Mistake

@@ -10,14 +10,14 @@ A mistake may have trials of its own, such as good steps after a fault.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from jls._text import format_scale
 from jls._tools.check.codes import Code
-from jls._tools.check.findings import Finding, Status, Trying
+from jls._tools.check.findings import Finding, Note, Status
 from jls._tools.check.good_steps import Good
 from jls._tools.check.leaves import as_numpy
 from jls._tools.check.runs import Run, Trial, at_scale, is_new, nonfinite_since
@@ -28,6 +28,11 @@ HUGE = 2.0**126  # the largest scale that `jls.set_loss_scale` takes
 # A batch has fewer arrays than this. Of a larger argument that is only read, such as
 # another model, one array is enough: all of them go into the gradients together.
 _MANY_LEAVES = 8
+
+_T = TypeVar("_T")
+# It yields what it finds, and trials; is sent the run of each, or why there is none;
+# and returns T.
+Trying = Generator[Finding | Note | Trial, Run | Finding, _T]
 
 
 class Fault(NamedTuple):

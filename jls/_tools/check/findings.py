@@ -2,11 +2,10 @@
 """The findings of `jls.check_step`, by code."""
 
 from collections.abc import Generator, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 from jls._program.places import Place
 from jls._tools.check.codes import CODES, Code
-from jls._tools.check.runs import Run, Trial
 
 Status = Literal["right", "broken", "not tried", "does not apply"]
 
@@ -21,6 +20,19 @@ class Finding(NamedTuple):
     ends: str = ""  # why no other code is tried, if it is so
 
 
+class UntriedError(ValueError):
+    """No step can be tried.
+
+    Args:
+      reason: why, for a row of the table.
+      more: what to write.
+    """
+
+    def __init__(self, reason: str, more: str) -> None:
+        super().__init__(f"{reason}. {more}")
+        self.reason = reason
+
+
 class Note(NamedTuple):
     """A line on what is no mistake."""
 
@@ -30,10 +42,7 @@ class Note(NamedTuple):
     doubt: str = ""
 
 
-_T = TypeVar("_T")
 Found = Generator[Finding | Note, Any, None]
-# What also yields trials, is sent the run of each, or why there is none, and returns T.
-Trying = Generator[Finding | Note | Trial, Run | Finding, _T]
 
 
 def broken(

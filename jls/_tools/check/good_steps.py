@@ -8,7 +8,7 @@ import numpy as np
 from jls._program.frames import Frame
 from jls._scopes import NEW
 from jls._text import format_scale
-from jls._tools.check.carried import UntriedError
+from jls._tools.check.findings import UntriedError
 from jls._tools.check.leaves import as_numpy
 from jls._tools.check.runs import Calls, Run, Runner, at_scale, with_changes
 from jls._tools.check.subject import Subject

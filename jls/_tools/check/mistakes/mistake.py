@@ -7,8 +7,8 @@ from typing import Any, Literal, NamedTuple
 from jls._program.control import Site
 from jls._program.places import Place, place_of
 from jls._tools.check.codes import Code
-from jls._tools.check.faults import Faults
-from jls._tools.check.findings import Found, Trying
+from jls._tools.check.faults import Faults, Trying
+from jls._tools.check.findings import Found
 from jls._tools.check.good_steps import Good
 from jls._tools.check.program import Library
 from jls._tools.check.subject import Subject

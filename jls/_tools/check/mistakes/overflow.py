@@ -6,16 +6,8 @@ import numpy as np
 from jls._program.facts import Number
 from jls._program.places import place_of
 from jls._text import join
-from jls._tools.check.faults import Fault, Faults
-from jls._tools.check.findings import (
-    Finding,
-    Found,
-    Trying,
-    away,
-    broken,
-    right,
-    untried,
-)
+from jls._tools.check.faults import Fault, Faults, Trying
+from jls._tools.check.findings import Finding, Found, away, broken, right, untried
 from jls._tools.check.good_steps import Good
 from jls._tools.check.leaves import is_fp8
 from jls._tools.check.mistakes.mistake import Mistake

@@ -5,8 +5,8 @@ import numpy as np
 import optax
 
 from jls._program.places import place_of
-from jls._tools.check.faults import Fault, Faults, good_step_after
-from jls._tools.check.findings import Finding, Found, Trying, broken, right, untried
+from jls._tools.check.faults import Fault, Faults, Trying, good_step_after
+from jls._tools.check.findings import Finding, Found, broken, right, untried
 from jls._tools.check.leaves import is_rounding, same
 from jls._tools.check.mistakes.mistake import Mistake
 from jls._tools.check.program import Library

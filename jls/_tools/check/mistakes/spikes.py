@@ -3,16 +3,8 @@
 
 import numpy as np
 
-from jls._tools.check.faults import Faults
-from jls._tools.check.findings import (
-    Finding,
-    Found,
-    Trying,
-    away,
-    broken,
-    right,
-    untried,
-)
+from jls._tools.check.faults import Faults, Trying
+from jls._tools.check.findings import Finding, Found, away, broken, right, untried
 from jls._tools.check.good_steps import Good
 from jls._tools.check.mistakes.loss import UPDATE
 from jls._tools.check.mistakes.mistake import Mistake

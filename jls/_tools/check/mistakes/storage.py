@@ -11,7 +11,8 @@ from jls._applied import OF_UPDATES, Way, ways_of
 from jls._program.frames import Frame
 from jls._program.places import place_of
 from jls._program.products import products_in
-from jls._tools.check.findings import Finding, Found, Note, Trying
+from jls._tools.check.faults import Trying
+from jls._tools.check.findings import Finding, Found, Note
 from jls._tools.check.good_steps import Good
 from jls._tools.check.leaves import as_numpy
 from jls._tools.check.runs import Run, Trial
