@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jls.compare`: the first operation at which two programs give different numbers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from jls import _validate
 from jls._program.places import Place
 from jls._text import describe, listed
 from jls._tools.compare.difference import Difference, Parting, percent
@@ -96,6 +97,9 @@ def compare(
                 f"{name} must be a function or a jls.types.Fingerprint, got "
                 f"{describe(given)}. Write {write}."
             )
+        if callable(given) and not isinstance(given, jax.stages.Compiled):
+            _validate.function(name, given)
+            check_takes("jls.compare", given, args, kwargs, written="a, b")
     are_made = isinstance(a, Fingerprint) and isinstance(b, Fingerprint)
     if are_made and (args or kwargs):
         raise TypeError(
@@ -105,28 +109,17 @@ def compare(
     if a is b and not are_made:
         # Each is traced: what NumPy draws meanwhile is another number in each program.
         first, second = (
-            _fingerprint("a", a, args, kwargs, [WRITTEN]) for _ in range(2)
+            program_of("jls.compare", "a", a, args, kwargs).fingerprint([WRITTEN])
+            for _ in range(2)
         )
         return _difference(first, second, is_same=True)
     first, second = (
         given
         if isinstance(given, Fingerprint)
-        else _fingerprint(name, given, args, kwargs)
+        else program_of("jls.compare", name, given, args, kwargs).fingerprint()
         for name, given in (("a", a), ("b", b))
     )
     return _difference(first, second)
-
-
-def _fingerprint(
-    name: str,
-    fun: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    runs: Sequence[str] | None = None,
-) -> Fingerprint:
-    if not isinstance(fun, jax.stages.Compiled):
-        check_takes("jls.compare", fun, args, kwargs, written="a, b")
-    return program_of("jls.compare", name, fun, args, kwargs).fingerprint(runs)
 
 
 def _difference(a: Fingerprint, b: Fingerprint, is_same: bool = False) -> Difference:
