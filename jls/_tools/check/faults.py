@@ -30,8 +30,8 @@ HUGE = 2.0**126  # the largest scale that `jls.set_loss_scale` takes
 _MANY_LEAVES = 8
 
 _T = TypeVar("_T")
-# It yields what it finds, and trials; is sent the run of each, or why there is none;
-# and returns T.
+# It yields what it finds, and trials: it is sent the run of each, or the finding that
+# says why there is none. It returns T.
 Trying = Generator[Finding | Note | Trial, Run | Finding, _T]
 
 
