@@ -24,6 +24,9 @@ from jls._scopes import STORED
 from jls._text import path_name
 from jls._types import JlsWarning
 
+# What to write where they are changed.
+ALL_INSIDE = "Put all of it inside, schedule and learning rate too"
+
 
 class Way(Enum):
     """What a value has to do with the updates of a `jls.bfloat16_params`.

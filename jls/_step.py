@@ -36,7 +36,7 @@ from jax import Array, lax
 from jax.core import Tracer
 
 from jls import _scopes
-from jls._applied import changed_in
+from jls._applied import ALL_INSIDE, changed_in
 from jls._devices import AxisName, agree, agree_on_max
 from jls._mistakes import (
     called_by,
@@ -292,8 +292,8 @@ def _warn_of_changed(
         warn(
             "what jls.bfloat16_params made is changed before it is applied"
             f"{at(name)}: the new parameters are rounded once more, to nearest, and "
-            "most of them stand still. Put all of it inside, schedule and learning "
-            "rate too: jls.bfloat16_params(optax.chain(...))."
+            f"most of them stand still. {ALL_INSIDE}: "
+            "jls.bfloat16_params(optax.chain(...))."
         )
 
 

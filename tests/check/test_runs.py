@@ -93,7 +93,7 @@ def test_another_scale_starts_the_count_to_its_growth_anew(runner):
     count = scale.fields["finite_count"]
     for before, after in [(3, 0), (-1, -1)]:
         runner.start[count] = np.int32(before)
-        assert runner.at_scale(scale, 2.0) == {scale.at: 2.0, count: after}
+        assert runs.at_scale(runner.start, scale, 2.0) == {scale.at: 2.0, count: after}
 
 
 def test_next_step_starts_with_what_came_back_at_the_first_scale(runner):
@@ -148,6 +148,37 @@ def test_second_step_may_compile_once_more():
     good, findings = good_steps_of(compiles_twice, args)
     assert [run.compiled for run in good] == [True, True, False]
     assert not findings.of("broken")
+
+
+# A step that raises.
+
+
+def raising(error, is_bad, *gradients):
+    """A step that raises, once it runs, if its batch is bad."""
+    step, args = small(*gradients)
+
+    def checks(params, opt_state, batch):
+        if not isinstance(batch["x"], jax.core.Tracer) and is_bad(batch["x"]):
+            raise error
+        return step(params, opt_state, batch)
+
+    return checks, args
+
+
+def test_an_error_in_a_trial_is_why_it_is_not_tried():
+    error = FloatingPointError("NaN in the batch")
+    step, args = raising(error, lambda x: bool(jnp.isnan(x).any()))
+    result = jls.check_step(step, *args)
+    assert result.ok
+    reason = "the step raised FloatingPointError in NaN in batch/x"
+    assert result.not_tried == {"NaN in batch/x": reason}
+
+
+def test_an_error_of_a_good_step_is_raised_whatever_was_read():
+    error = ValueError("the batch is of last year. Pass another")
+    step, args = raising(error, lambda x: True, steps.twice_unscaled)
+    with pytest.raises(ValueError, match="of last year"):
+        jls.check_step(step, *args)
 
 
 # An inf in a gradient.

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jls._text import join, listed, quoted
+from jls._tools.check.findings import UntriedError
 from jls._tools.check.leaves import subtrees
 from jls._tools.reading.arguments import AUX, REPORT, Arguments, Item, Keys
 from jls._tools.reading.reading import Reading, Result
@@ -78,10 +79,11 @@ def match(
     tops = list(dict.fromkeys(x.path[:1] for x in items))
     if reading is None and named is None:
         names = listed([name for (name,) in tops])
-        raise ValueError(
+        raise UntriedError(
             "carried must name the arguments that come back, since there is no "
-            f"program to read, out of {names}. Write their positions or names: "
-            "jls.check_step(step, ..., carried=(0, 1))."
+            f"program to read, out of {names}",
+            "Write their positions or names: "
+            "jls.check_step(step, ..., carried=(0, 1)).",
         )
     holders = [items[x.at].path[0] for x in scales] if named is None else named
     states = [x for x in tops if x[0] in holders]
@@ -195,11 +197,12 @@ class _Pairs:
         if targets:
             names = listed(quoted(join(*unit) for unit in left))
             results = listed([join(*x) or "all of it" for x in dict.fromkeys(targets)])
-            raise ValueError(
+            raise UntriedError(
                 f"what comes back from the step must be clear, but {names} may be any "
-                f"of its results {results}. Name the arguments that come back, by "
-                "position or name: jls.check_step(step, ..., carried=(0, 1)); and "
-                "return the new state in the order of the arguments."
+                f"of its results {results}",
+                "Name the arguments that come back, by position or name: "
+                "jls.check_step(step, ..., carried=(0, 1)); and return the new state "
+                "in the order of the arguments.",
             )
 
     def may_be_state(self, unit: Keys) -> bool:
@@ -267,9 +270,9 @@ def _check_returned(
     lost = [items[x.at].path[0] for x in scales if x.at not in carried]
     if missing or len(lost) == len(scales):
         where = listed(quoted(dict.fromkeys(missing or lost)))
-        raise ValueError(
+        raise UntriedError(
             "the step must return what it carries on from step to step: no part of "
             f"what it returned has the paths, shapes and dtypes of {where}, which "
-            f"{'carried names' if missing else 'holds the loss scale'}. Return "
-            "the new state, or name the arguments that come back with carried=."
+            f"{'carried names' if missing else 'holds the loss scale'}",
+            "Return the new state, or name the arguments that come back with carried=.",
         )

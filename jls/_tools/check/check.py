@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jls.check_step`: injects faults into a step and names the mistakes it finds."""
 
-import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -16,8 +15,8 @@ from jls._program.places import Place, short_path
 from jls._state import how_to_nest
 from jls._text import no_field, wrapped
 from jls._tools.check.codes import CODES, Code
-from jls._tools.check.faults import inject
-from jls._tools.check.findings import Finding, Findings, untried
+from jls._tools.check.faults import Trying, inject
+from jls._tools.check.findings import Finding, Findings, Note, UntriedError, untried
 from jls._tools.check.float8 import float8_notes
 from jls._tools.check.good_steps import take_good_steps
 from jls._tools.check.mistakes.mistake import Mistake
@@ -25,7 +24,7 @@ from jls._tools.check.mistakes.steps import is_idle
 from jls._tools.check.mistakes.storage import note_still
 from jls._tools.check.mistakes.table import MISTAKES
 from jls._tools.check.program import read_program
-from jls._tools.check.runs import Runner
+from jls._tools.check.runs import OutOfRunsError, Run, Runner, Trial
 from jls._tools.check.subject import Subject
 from jls._tools.check.tolerance import note_tolerances
 from jls._tools.reading.arguments import Arguments, open_call
@@ -36,6 +35,8 @@ from jls._tree import is_array
 
 CarriedNames = Mapping[int | str, Iterable[str]] | Iterable[int | str] | None
 _TABLE = {mistake.code: mistake for mistake in MISTAKES}
+_USUAL_NAMES = {x: x for x in ("optimizer", "state", "model", "batch")}
+_T = TypeVar("_T")
 
 
 class StepCheck(NamedTuple):
@@ -233,8 +234,8 @@ def read_step(
     step, args, arguments = open_call("jls.check_step", "step", step, args, kwargs)
     named = _named(carried, arguments, len(args) - given)
     scales = _require_scales(args, kwargs, arguments)
-    program = read_program(step, arguments, scales, (args, kwargs))
-    runner = Runner(step, program, named)
+    arguments, program = read_program(step, arguments, scales, (args, kwargs))
+    runner = Runner(step, arguments, program, named)
     subject, findings = runner.subject, Findings()
     missing = ", ".join(subject.scales[k].name for k in subject.missing)
     for mistake in MISTAKES:
@@ -253,11 +254,10 @@ def _try_all(runner: Runner, findings: Findings) -> None:
     """Takes good steps, then injects faults, and asks what both show."""
     try:
         good = take_good_steps(runner, is_idle(runner.subject))
-    except ValueError as error:
+    except UntriedError as error:
         if not findings.of("broken"):
             raise
-        # The reading says why, and what to write.
-        findings.ends = str(error).partition(". ")[0]
+        findings.ends = error.reason  # the reading says what to write
         return
     for mistake in MISTAKES:
         findings.take(mistake.code, [*mistake.of_good_steps(good)])
@@ -267,12 +267,12 @@ def _try_all(runner: Runner, findings: Findings) -> None:
         runner.left += 2 * good.window
     runner.left += sum(bool(scale.spikes) for scale in good.subject.scales)
     for note in (note_still, note_tolerances):
-        findings.take("", [*note(good)])
-    faults = inject(good, findings.status)
+        findings.take("", _answered(runner, note(good))[0])
+    _, faults = _answered(runner, inject(good, findings.status))
     for name, reason in faults.not_tried.items():
         findings.take(name, [reason])
     for mistake in MISTAKES:
-        found = [*mistake.of_faults(faults)]
+        found, _ = _answered(runner, mistake.of_faults(faults))
         if good.subject.reading is None and not mistake.is_sure_unread:
             found = [
                 untried(f"{x.text}. Without a program to read, that may be right")
@@ -281,6 +281,32 @@ def _try_all(runner: Runner, findings: Findings) -> None:
                 for x in found
             ]
         findings.take(mistake.code, found)
+
+
+def _answered(runner: Runner, asking: Trying[_T]) -> tuple[list[Finding | Note], _T]:
+    """What a function finds and returns, with the trials run that it asks for."""
+    found: list[Finding | Note] = []
+    run: Any = None
+    while True:
+        try:
+            asked = asking.send(run)
+        except StopIteration as end:
+            return found, end.value
+        if isinstance(asked, Trial):
+            run = _attempt(runner, asked)
+        else:
+            run = None
+            found.append(asked)
+
+
+def _attempt(runner: Runner, trial: Trial) -> Run | Finding:
+    """The run of a trial, or why there is none."""
+    try:
+        return runner.run(*trial)
+    except OutOfRunsError:
+        return untried("no run was left")
+    except Exception as error:
+        return untried(f"the step raised {type(error).__name__} in {trial.what}")
 
 
 def _notes(subject: Subject) -> list[str]:
@@ -350,7 +376,7 @@ def _line_to_write(mistake: Mistake, subject: Subject) -> str:
     for library in subject.program.libraries:
         line = lines.get(library, line)
         if library.startswith("nnx") and library in lines:
-            line = _with_names(line, _names_in(subject))
+            line = line.format_map(_USUAL_NAMES | _names_in(subject))
     if not subject.has_wrapper:  # only the scaler's state: nothing knows of the skip
         line = line.replace("opt_state.applied", "jls.all_finite(grads)")
     line += mistake.write_after
@@ -364,7 +390,7 @@ def _line_to_write(mistake: Mistake, subject: Subject) -> str:
 
 def _names_in(subject: Subject) -> dict[str, str]:
     """An NNX step's own names of its arguments, by the usual ones; {} if not clear."""
-    items, in_place = subject.items, subject.program.arguments.in_place
+    items, in_place = subject.items, subject.program.in_place
     if len(subject.scales) != 1:
         return {}
     (scale,) = subject.scales
@@ -374,7 +400,7 @@ def _names_in(subject: Subject) -> dict[str, str]:
     if not is_whole or len(trained) != 1 or carries in trained:
         return {}
     others = {carries, *trained, *in_place}
-    data = [x for x in subject.program.arguments.names if x not in others]
+    data = [x for x in subject.program.names if x not in others]
     names = {
         "optimizer" if scale.counters else "state": [carries],
         "model": list(trained),
@@ -382,11 +408,6 @@ def _names_in(subject: Subject) -> dict[str, str]:
     }
     is_clear = data and all(x.isidentifier() for own in names.values() for x in own)
     return {usual: ", ".join(own) for usual, own in names.items()} if is_clear else {}
-
-
-def _with_names(line: str, names: Mapping[str, str]) -> str:
-    """A line to write with the names of arguments, where it is code."""
-    return re.sub(r"\w+(?=[,).])", lambda found: names.get(found[0], found[0]), line)
 
 
 def _require_scales(

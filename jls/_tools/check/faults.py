@@ -10,17 +10,17 @@ A mistake may have trials of its own, such as good steps after a fault.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from jls._text import format_scale
 from jls._tools.check.codes import Code
-from jls._tools.check.findings import Finding, Status, untried
+from jls._tools.check.findings import Finding, Note, Status
 from jls._tools.check.good_steps import Good
 from jls._tools.check.leaves import as_numpy
-from jls._tools.check.runs import OutOfRunsError, Run, is_new, nonfinite_since
+from jls._tools.check.runs import Run, Trial, at_scale, is_new, nonfinite_since
 from jls._tools.reading.scales import Scale
 from jls._tree import is_inexact
 
@@ -29,20 +29,17 @@ HUGE = 2.0**126  # the largest scale that `jls.set_loss_scale` takes
 # another model, one array is enough: all of them go into the gradients together.
 _MANY_LEAVES = 8
 
-
-class Trial(NamedTuple):
-    """A good step, and the fault to inject into its arguments."""
-
-    what: str
-    changes: Mapping[int, Any] = {}  # by leaf
-    scales: tuple[Scale, ...] = ()  # where the fault is, if in loss scales
+_T = TypeVar("_T")
+# It yields what it finds, and trials: it is sent the run of each, or the finding that
+# says why there is none. It returns T.
+Trying = Generator[Finding | Note | Trial, Run | Finding, _T]
 
 
 class Fault(NamedTuple):
-    """A trial that was run."""
+    """A fault that was injected."""
 
     what: str
-    scales: tuple[Scale, ...]
+    scales: tuple[Scale, ...]  # where the fault is, if in loss scales
     run: Run
     stored: Mapping[int, Any]  # the indices of elements that only store it, by leaf
     left: frozenset[int]  # leaves with an inf or NaN after it, other than stored ones
@@ -51,7 +48,7 @@ class Fault(NamedTuple):
 
 
 class Faults(NamedTuple):
-    """The trials that were run, and what could not be, by code or by the fault."""
+    """The faults that were injected, and what could not be, by code or by the fault."""
 
     good: Good
     status: Callable[[Code], Status | None]  # what is found of a mistake so far
@@ -64,44 +61,42 @@ class Faults(NamedTuple):
         return [*self.in_scales, *self.in_batch]
 
 
-def inject(good: Good, status: Callable[[Code], Status | None]) -> Faults:
-    """Runs the trials one after the other, until no run is left."""
+def inject(good: Good, status: Callable[[Code], Status | None]) -> Trying[Faults]:
+    """Tries one fault after the other, until no run is left."""
     faults = Faults(good, status, [], [], {})
-    trials = [*_in_scales(good), *_in_batch(good)]
-    runs = [(trial, attempt(good, trial)) for trial in trials]
-    for trial, run in runs:
+    runs = list[tuple[Trial, tuple[Scale, ...], Run]]()
+    for trial, scales in [*_in_scales(good), *_in_batch(good)]:
+        run = yield trial
         if isinstance(run, Finding):
-            name = "nan committed" if trial.scales else trial.what
+            name = "nan committed" if scales else trial.what
             faults.not_tried.setdefault(name, run)
-    for trial, run in runs:
-        if isinstance(run, Run):
-            group = faults.in_scales if trial.scales else faults.in_batch
-            group.append(_fault(faults, trial, run))
+        else:
+            runs.append((trial, scales, run))
+    for trial, scales, run in runs:
+        fault = yield from _fault(faults, trial, scales, run)
+        (faults.in_scales if scales else faults.in_batch).append(fault)
     return faults
 
 
-def _in_scales(good: Good) -> list[Trial]:
-    """The trials with other loss scales."""
+def _in_scales(good: Good) -> Iterator[tuple[Trial, tuple[Scale, ...]]]:
+    """The trials with other loss scales, and which these are."""
     scales = tuple(good.subject.scales)
     groups = [(scales, math.inf)]
     if len(scales) > 1:
         groups += [((scale,), math.inf) for scale in scales]
     if not good.subject.keeps_inf:
         groups.append((scales, HUGE))
-    trials = []
     for group, value in groups:
         text = "inf" if value == math.inf else format_scale(value)
         names = ", ".join(scale.name for scale in group)
         of = f" in {names}" if len(scales) > 1 else ""
         changes = dict[int, Any]()
         for scale in group:
-            changes |= good.runner.at_scale(scale, value)
-        what = f"a loss scale of {text}{of}"
-        trials.append(Trial(what, changes, group))
-    return trials
+            changes |= at_scale(good.run.given, scale, value)
+        yield Trial(good.run.given, f"a loss scale of {text}{of}", changes), group
 
 
-def _in_batch(good: Good) -> list[Trial]:
+def _in_batch(good: Good) -> Iterator[tuple[Trial, tuple[Scale, ...]]]:
     """The trials with NaN in an element of each array that is not carried."""
     subject, leaves = good.subject, good.run.given
     # Not a part of an argument that is carried, such as a field left out.
@@ -113,14 +108,11 @@ def _in_batch(good: Good) -> list[Trial]:
             found[item.path[0]].append(i)
     # The batch comes after the state, as a rule, and has few arrays.
     last = max(scale.at for scale in subject.scales)
-    trials = []
     for group in sorted(found.values(), key=lambda x: (x[0] < last, len(x))):
         for i in group if len(group) <= _MANY_LEAVES else group[:1]:
             array = np.array(as_numpy(leaves[i]))
             array[(0,) * array.ndim] = np.nan
-            what = f"NaN in {subject.items[i].name}"
-            trials.append(Trial(what, {i: array}))
-    return trials
+            yield Trial(leaves, f"NaN in {subject.items[i].name}", {i: array}), ()
 
 
 def _may_hold_nan(leaf: Any) -> bool:
@@ -128,20 +120,10 @@ def _may_hold_nan(leaf: Any) -> bool:
     return is_real and np.ndim(leaf) > 0 and np.size(leaf) > 0
 
 
-def attempt(good: Good, trial: Trial, after: Run | None = None) -> Run | Finding:
-    """A run in the place of the good step or after another; or why it fails."""
-    leaves = after.next if after else good.run.given
-    try:
-        return good.runner.run(leaves, trial.what, trial.changes)
-    except OutOfRunsError:
-        return untried("no run was left")
-    except Exception as error:
-        reason = f"the step raised {type(error).__name__} in {trial.what}"
-        return untried(reason)
-
-
-def _fault(faults: Faults, trial: Trial, run: Run) -> Fault:
-    """The outcome of a trial."""
+def _fault(
+    faults: Faults, trial: Trial, scales: tuple[Scale, ...], run: Run
+) -> Trying[Fault]:
+    """What a trial did; a good step after it shows what stays."""
     good = faults.good
     subject, trained = good.subject, good.subject.trained
     # The program only moves elements there, as into a buffer.
@@ -151,11 +133,11 @@ def _fault(faults: Faults, trial: Trial, run: Run) -> Fault:
         if i in subject.results and subject.results[i].now.holds
     }
     left = nonfinite_since(subject, run.before, run.after, stored)
-    fault = Fault(trial.what, trial.scales, run, stored, left, left, None)
+    fault = Fault(trial.what, scales, run, stored, left, left, None)
     if left <= trained:
         return fault
     # Elsewhere it has to stay, unlike in a record of the loss.
-    later = attempt(good, good_step_after(good, fault), run)
+    later = yield good_step_after(good, fault)
     if isinstance(later, Finding):
         faults.not_tried.setdefault("nan committed", later)
         return fault._replace(nonfinite=left & trained)
@@ -166,4 +148,4 @@ def _fault(faults: Faults, trial: Trial, run: Run) -> Fault:
 def good_step_after(good: Good, fault: Fault) -> Trial:
     """A good step, with what the fault was stored in as it was."""
     changes = {i: good.run.given[i] for i in fault.stored}
-    return Trial(f"a good step after {fault.what}", changes)
+    return Trial(fault.run.next, f"a good step after {fault.what}", changes)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The findings of `jls.check_step`, by code."""
 
-from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Generator, Sequence
+from typing import Any, Literal, NamedTuple
 
 from jls._program.places import Place
 from jls._tools.check.codes import CODES, Code
@@ -20,6 +20,19 @@ class Finding(NamedTuple):
     ends: str = ""  # why no other code is tried, if it is so
 
 
+class UntriedError(ValueError):
+    """No step can be tried.
+
+    Args:
+      reason: why, for a row of the table.
+      more: what to write.
+    """
+
+    def __init__(self, reason: str, more: str) -> None:
+        super().__init__(f"{reason}. {more}")
+        self.reason = reason
+
+
 class Note(NamedTuple):
     """A line on what is no mistake."""
 
@@ -29,7 +42,7 @@ class Note(NamedTuple):
     doubt: str = ""
 
 
-Found = Iterator[Finding | Note]
+Found = Generator[Finding | Note, Any, None]
 
 
 def broken(

@@ -8,8 +8,9 @@ import numpy as np
 from jls._program.frames import Frame
 from jls._scopes import NEW
 from jls._text import format_scale
+from jls._tools.check.findings import UntriedError
 from jls._tools.check.leaves import as_numpy
-from jls._tools.check.runs import Run, Runner, with_changes
+from jls._tools.check.runs import Calls, Run, Runner, at_scale, with_changes
 from jls._tools.check.subject import Subject
 from jls._tools.reading.keep import argument_of
 from jls._tools.reading.scales import is_switched_off
@@ -25,13 +26,15 @@ LOWER = (4, 4, 4, 4, 8, 8, 16)
 class Good(NamedTuple):
     """The good steps that were taken."""
 
-    runner: Runner
     subject: Subject
     steps: list[Run]
     run: Run  # the step in whose place faults are injected
     window: int = 1  # how many steps there are from one move to the next
     why_unmoved: str = ""  # why the parameters are not seen to move, "" if they are
+    doubt: str = ""  # the same for the headline
     trains: bool = True  # False if the first one shows that no step does
+    is_on_one_device: bool = True  # whether all that is carried is
+    in_a_row: Calls | None = None  # calls that were made for a number that changes
 
     @property
     def always_compile(self) -> bool:
@@ -50,17 +53,19 @@ def take_good_steps(runner: Runner, is_idle: bool) -> Good:
     if trains:
         first = _at_a_lower_scale(runner, first)
         trains = not is_idle or bool(first.skipped_once or first.nonfinite)
-    good = Good(runner, runner.subject, [first], first, trains=trains)
+    good = Good(runner.subject, [first], first, trains=trains)
     if trains:
-        good = _step_until_moved(good)
+        good = _step_until_moved(runner, good)
         # The third step is the first that must not compile: the second may, for the
         # types and devices that the first one returned.
         while len(good.steps) < 3:
             good.steps.append(runner.run(good.steps[-1].next, "a good step"))
-    return good
+        if runner.numbers_change:
+            good = good._replace(in_a_row=runner.calls_in_a_row(3))
+    return good._replace(is_on_one_device=len(runner.devices) < 2)
 
 
-def _step_until_moved(good: Good) -> Good:
+def _step_until_moved(runner: Runner, good: Good) -> Good:
     """Takes good steps until two have moved the parameters.
 
     Faults are injected in the place of the second one, since moments are 0 in the
@@ -78,17 +83,15 @@ def _step_until_moved(good: Good) -> Good:
         if number == MOST_STEPS or good.always_compile:
             break
         waited += 1
-        good.steps.append(good.runner.run(run.next, f"good step {number + 1}"))
+        good.steps.append(runner.run(run.next, f"good step {number + 1}"))
     if moved is not None:
         return good._replace(run=moved, window=window)
-    count = max(3, len(good.steps))
-    reason = f"the parameters did not move in {count} good steps"
+    count, write = max(3, len(good.steps)), ""
+    doubt = f"the parameters did not move in {count} good steps"
     if not params:
-        reason = (
-            "the updates are applied to nothing that comes back: apply them, or name "
-            "all arguments that come back with carried="
-        )
-    return good._replace(why_unmoved=reason)
+        doubt = "the updates are applied to nothing that comes back"
+        write = ": apply them, or name all arguments that come back with carried="
+    return good._replace(why_unmoved=f"{doubt}{write}", doubt=doubt)
 
 
 def _at_a_lower_scale(runner: Runner, run: Run) -> Run:
@@ -99,23 +102,24 @@ def _at_a_lower_scale(runner: Runner, run: Run) -> Run:
         for scale in skipped:
             if scale.counters and run.counted(scale, "nonfinite_losses"):
                 _raise_if_float32_is_finite(runner)
-                raise ValueError(
+                raise UntriedError(
                     "the loss of these arguments must be finite, but the step was "
-                    "skipped for its loss. Pass a good batch; or the forward pass "
-                    "overflows: see jls.health(opt_state, params)."
+                    "skipped for its loss",
+                    "Pass a good batch; or the forward pass overflows: see "
+                    "jls.health(opt_state, params).",
                 )
             if "spikes" in scale.counters and run.counted(scale, "spikes"):
-                raise ValueError(
+                raise UntriedError(
                     "the step of these arguments must be a usual one, but the spike "
                     "policy skipped it: its loss or gradient norm is over the limit in "
-                    "jls.metrics(opt_state). Pass a good batch, or a state from "
-                    "optimizer.init(params)."
+                    "jls.metrics(opt_state)",
+                    "Pass a good batch, or a state from optimizer.init(params).",
                 )
         start, changes = runner.start, dict[int, Any]()
         for scale in skipped:
             if not is_switched_off(start[scale.at], scale):
                 lower = as_numpy(start[scale.at]) * 2.0**-bits
-                changes |= runner.at_scale(scale, np.maximum(lower, 2.0**-126))
+                changes |= at_scale(start, scale, np.maximum(lower, 2.0**-126))
         if not changes:
             break
         runner.start = with_changes(start, changes)
@@ -127,10 +131,11 @@ def _at_a_lower_scale(runner: Runner, run: Run) -> Run:
             format_scale(float(as_numpy(runner.start[scale.at]).flat[0]))
             for scale in skipped
         )
-        raise ValueError(
+        raise UntriedError(
             "the step must not be skipped at every loss scale, but was with these "
-            f"arguments, last at {scales}. Pass a good batch; or the step makes NaN of "
-            "one: print(jls.why(step, ...)) with the same arguments names the line."
+            f"arguments, last at {scales}",
+            "Pass a good batch; or the step makes NaN of one: print(jls.why(step, "
+            "...)) with the same arguments names the line.",
         )
     return run
 
@@ -155,9 +160,9 @@ def _raise_if_float32_is_finite(runner: Runner) -> None:
     keep = widths.keep([leaves[i] for i in reading.traced.inputs])
     if keep is not None:
         write = argument_of(keep) or "the keep that jls.calibrate finds"
-        raise ValueError(
-            "the step must be finite with these arguments, but was skipped. The batch "
-            "is good: in float32 this step is finite, in half at no loss scale. Write "
-            f"{write}. print(jls.why(step, ...)) with the same arguments names the "
-            "line."
+        raise UntriedError(
+            "the step must be finite with these arguments, but was skipped",
+            "The batch is good: in float32 this step is finite, in half at no loss "
+            f"scale. Write {write}. print(jls.why(step, ...)) with the same arguments "
+            "names the line.",
         )

@@ -29,7 +29,8 @@ def inf_is_applied(
       was divided out of the gradient, or before that where an inf may be lost.
     """
     reading, site = subject.reading, gradient.scaled or gradient.unscaled
-    counters = _results_of_counters(subject)
+    skips = [x.counters["skips"] for x in subject.scales if x.counters]
+    counters = {i: subject.places[i] for i in skips if i in subject.places}
     if reading is None or site is None or not counters:
         return None
     if any(primitive_of(x).control == "devices" for x in site.equations):
@@ -54,15 +55,3 @@ def _with_inf(x: Any) -> Any:
     if not jnp.issubdtype(x.dtype, jnp.inexact) or not x.size:
         return x
     return x.at[(0,) * x.ndim].set(jnp.inf)
-
-
-def _results_of_counters(subject: Subject) -> dict[int, int]:
-    """The place among the results of each wrapper's count of skips, by leaf."""
-    if subject.reading is None:
-        return {}
-    reading = subject.reading
-    outputs = {path: n for n, path in enumerate(reading.outputs)}
-    objects = {path: n for n, path in enumerate(reading.objects, len(outputs))}
-    found = subject.carried.pick(subject.items, outputs, objects)
-    counters = [x.counters["skips"] for x in subject.scales if x.counters]
-    return {i: found[i] for i in counters if i in found}

@@ -16,7 +16,7 @@ import optax
 
 from jls._mistakes import is_equinox
 from jls._program.jaxprs import is_exact_cast
-from jls._state import find, is_wrapper_state
+from jls._state import find, is_wrapper_state, rounds_bfloat16
 from jls._text import join, listed
 from jls._tools.reading.arguments import Arguments, Item, Keys
 from jls._tools.reading.reading import Reading, Unread, try_to_trace
@@ -37,21 +37,33 @@ _OUTSIDE = (
 class Program(NamedTuple):
     """What the program of a step is read as."""
 
-    arguments: Arguments  # those that it is read and run with
     scales: Sequence[Scale]
     reading: Reading | None
     reason: str  # why there is no reading, "" if there is
     last: Traced | Unread  # the last trace
     is_compiled: bool  # whether the step is one compiled program
     narrowed: Sequence[str]  # what came in, or came back, in a narrower dtype
+    names: Sequence[str]  # of the positional arguments
+    in_place: frozenset[str]  # names of the arguments that the step changes in place
     libraries: Sequence[Library]
     outside: frozenset[type]  # optax's states in which there is a wrapper's
+    has_bfloat16_params: bool  # whether a `jls.bfloat16_params` is in the optimizer
 
 
 def read_program(
     step: Callable[..., Any], arguments: Arguments, scales: Sequence[Scale], tree: Any
-) -> Program:
-    """Reads the program of the step, `tree` being its arguments in a whole."""
+) -> tuple[Arguments, Program]:
+    """Reads the program of the step.
+
+    Args:
+      step: the step.
+      arguments: its arguments.
+      scales: the loss scales in them.
+      tree: the arguments in a whole.
+
+    Returns:
+      The arguments to run the step with, and what its program is read as.
+    """
     arguments, narrowed = _widen_scales(arguments, scales)
     # A step may read a value every so many steps, which is right: it is a mistake only
     # if three traces in a row do.
@@ -69,16 +81,18 @@ def read_program(
         except Exception as error:  # a program that no test has: run it all the same
             reason = f"it raises {type(error).__name__}"
     is_compiled = hasattr(step, "lower") or isinstance(step, jax.stages.Compiled)
-    return Program(
-        arguments,
+    return arguments, Program(
         scales,
         reading,
         reason,
         last,
         is_compiled,
         narrowed,
+        arguments.names,
+        arguments.in_place,
         _libraries_of(arguments, scales, tree),
         _outside(tree),
+        rounds_bfloat16(tree),
     )
 
 

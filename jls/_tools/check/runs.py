@@ -22,7 +22,7 @@ from jls._tools.check.leaves import as_numbers, as_numpy, same
 from jls._tools.check.program import Program
 from jls._tools.check.static import Numbers, numbers_in, static_roots, subtree
 from jls._tools.check.subject import Subject, subject_of
-from jls._tools.reading.arguments import BoundArguments, Item, items_of
+from jls._tools.reading.arguments import Arguments, BoundArguments, Item, items_of
 from jls._tools.reading.scales import Scale
 from jls._tools.reading.slow import logging_if_slow
 from jls._tree import is_concrete, is_extended, is_inexact
@@ -48,6 +48,14 @@ _COMPILED = contextvars.ContextVar("_COMPILED", default=None)
 
 class OutOfRunsError(Exception):
     """No run is left."""
+
+
+class Trial(NamedTuple):
+    """A run of the step to make."""
+
+    given: Leaves  # of its arguments
+    what: str  # it is for
+    changes: Mapping[int, Any] = {}  # other values for some leaves
 
 
 class Run(NamedTuple):
@@ -80,6 +88,13 @@ class Run(NamedTuple):
     def counted(self, scale: Scale, counter: str) -> int:
         """By how much a counter of the wrapper rose."""
         return _rise(self.before, self.after, scale.counters[counter])
+
+
+class Calls(NamedTuple):
+    """Calls of the step, each with what came back from the one before."""
+
+    numbers: list[Numbers]  # the static ones before the first call and after each
+    compiled: list[bool]  # whether each call was
 
 
 def run_of(
@@ -150,44 +165,40 @@ class Runner:
     def __init__(
         self,
         step: Callable[..., Any],
+        arguments: Arguments,
         program: Program,
         named: Named,
     ) -> None:
-        self.step, self.arguments, self.left = step, program.arguments, RUNS
-        # The static numbers in the arguments, before and after the first run.
-        self.numbers: tuple[Numbers, Numbers] | None = None
+        self.step, self.arguments, self.left = step, arguments, RUNS
+        # Whether a static number came back as another one from the first run.
+        self.numbers_change: bool | None = None
         # The leaves of the arguments, on the host; at a lower loss scale, if need be.
         self.start = to_host(self.arguments.leaves)
         self._places = list(map(_placement_of, self.arguments.leaves))
         self.devices = set[jax.Device]()  # that hold what comes back
         self._named = named
-        self.subject = subject_of(program, Carried())
+        self.subject = subject_of(program, arguments.items, Carried())
         if program.reading is not None:
             self._match(program.reading.traced.outputs)
 
     def _match(self, outputs: Sequence[Item]) -> None:
-        _, _, scales, reading, *_ = self.subject
+        program, items, scales, reading, *_ = self.subject
         carried = match(self.arguments, outputs, scales, self._named, reading)
-        self.subject = subject_of(self.subject.program, carried)
+        self.subject = subject_of(program, items, carried)
 
-    def run(self, leaves: Leaves, trial: str, changes: Mapping[int, Any] = {}) -> Run:
-        """One call of the step with copies of `leaves`.
-
-        Args:
-          leaves: of its arguments.
-          trial: what the call is for.
-          changes: other values for some leaves.
-        """
-        leaves = with_changes(leaves, changes)
+    def run(self, given: Leaves, what: str, changes: Mapping[int, Any] = {}) -> Run:
+        """One call of the step with copies of its arguments; see `Trial`."""
+        leaves = with_changes(given, changes)
         call = self._copies(leaves)
-        result, compiled = self._call(call, trial)
+        result, compiled = self._call(call, what)
         outputs, objects = items_of(result), call.read()
         if not self.subject.carried.leaves:  # there is no program
             self._match(outputs)
         subject = self.subject
-        if self.numbers is None:
-            before = self._by_name(self.arguments.rebuild(leaves))
-            self.numbers = numbers_in(before), numbers_in(self._returned(call, result))
+        if self.numbers_change is None:
+            before = numbers_in(self._by_name(self.arguments.rebuild(leaves)))
+            after = numbers_in(self._returned(call, result))
+            self.numbers_change = any(after.get(k, x) != x for k, x in before.items())
         by_path = [{x.path: x.value for x in items} for items in (outputs, objects)]
         new = subject.carried.pick(subject.items, *by_path)
         diverged = frozenset(i for i, x in new.items() if _copies_differ(x))
@@ -201,13 +212,8 @@ class Runner:
         next_one = [new.get(i, x) if i in kept else old for i, (x, old) in pairs]
         return run_of(subject, leaves, next_one, new, compiled, diverged)
 
-    def calls_in_a_row(self, count: int) -> tuple[list[Numbers], list[bool]]:
-        """Calls the step, each time with what it returned the time before.
-
-        Returns:
-          The static numbers before the first call and after each, and whether each call
-          was compiled.
-        """
+    def calls_in_a_row(self, count: int) -> Calls:
+        """Calls the step, each time with what it returned the time before."""
         leaves, given, compiled = self.start, {}, list[bool]()
         found = [numbers_in(self._by_name(self.arguments.rebuild(leaves)))]
         for number in range(1, count + 1):
@@ -220,7 +226,7 @@ class Runner:
             compiled.append(is_compiled)
             given = self._returned(call, result)
             found.append(numbers_in(given))
-        return found, compiled
+        return Calls(found, compiled)
 
     def _by_name(self, call: BoundArguments) -> dict[str, Any]:
         return dict(zip(self.arguments.names, call.args, strict=True)) | call.kwargs
@@ -259,16 +265,6 @@ class Runner:
             _COMPILED.reset(token)
         compiled = any(name not in _LOOPS for name in names) and not is_jit_disabled()
         return result, compiled
-
-    # Loss scales.
-
-    def at_scale(self, scale: Scale, value: Any) -> dict[int, Any]:
-        """Another loss scale, and the count of finite steps at 0."""
-        count = scale.fields.get("finite_count")
-        if count is None:
-            return {scale.at: value}
-        # Below 0 steps do not count yet.
-        return {scale.at: value, count: np.minimum(as_numpy(self.start[count]), 0)}
 
 
 def _placement_of(leaf: Any) -> Any:
@@ -348,6 +344,15 @@ def nonfinite_since(
         for i in subject.carried.compared - subject.own
         if is_inexact(new[i]) and is_new(old[i], new[i], exempt.get(i)).any()
     )
+
+
+def at_scale(leaves: Leaves, scale: Scale, value: Any) -> dict[int, Any]:
+    """Changes to another loss scale, with the count of finite steps at 0."""
+    count = scale.fields.get("finite_count")
+    if count is None:
+        return {scale.at: value}
+    # Below 0 steps do not count yet.
+    return {scale.at: value, count: np.minimum(as_numpy(leaves[count]), 0)}
 
 
 def with_changes(leaves: Leaves, changes: Mapping[int, Any]) -> Leaves:

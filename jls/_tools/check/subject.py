@@ -27,6 +27,7 @@ class Subject(NamedTuple):
     own: frozenset[int]  # jls's own leaves
     inside: frozenset[int]  # carried leaves in the states of wrappers and scalers
     results: dict[int, Result]  # the facts about carried leaves; {} without a program
+    places: dict[int, int]  # which of the program's results are carried leaves
     frozen: frozenset[int]  # leaves that the program returns as they were
     kept: frozenset[int]  # leaves that it returns as they were if it is skipped
     # Floating-point leaves that come back and have an update in them; or themselves and
@@ -60,9 +61,8 @@ class Subject(NamedTuple):
         return listed([self.items[i].name for i in sorted(leaves)])
 
 
-def subject_of(program: Program, carried: Carried) -> Subject:
-    arguments, scales, reading, *_ = program
-    items = arguments.items
+def subject_of(program: Program, items: Sequence[Item], carried: Carried) -> Subject:
+    scales, reading, *_ = program
     own = frozenset(i for scale in scales for i in scale.own)
     roots = [scale.path for scale in scales]
     inside = frozenset(
@@ -71,7 +71,8 @@ def subject_of(program: Program, carried: Carried) -> Subject:
         if any(items[i].path[: len(root)] == root for root in roots)
     )
     trained = frozenset(i for i in carried.compared - own if is_inexact(items[i].value))
-    results, groups = dict[int, Result](), list[frozenset[int]]()
+    results, places = dict[int, Result](), dict[int, int]()
+    groups = list[frozenset[int]]()
     frozen = kept = frozenset[int]()
 
     def following(leaves: Collection[int], bits: int) -> frozenset[int]:
@@ -81,6 +82,9 @@ def subject_of(program: Program, carried: Carried) -> Subject:
 
     if reading is not None:
         results |= carried.pick(items, reading.outputs, reading.objects)
+        outputs = {path: n for n, path in enumerate(reading.outputs)}
+        objects = {path: n for n, path in enumerate(reading.objects, len(outputs))}
+        places |= carried.pick(items, outputs, objects)
         frozen = frozenset(i for i, x in results.items() if reading.leaf_of(x.now) == i)
         kept = frozenset(
             i for i, x in results.items() if reading.leaf_of(x.skipped) == i
@@ -111,6 +115,7 @@ def subject_of(program: Program, carried: Carried) -> Subject:
         own,
         inside,
         results,
+        places,
         frozen,
         kept,
         trained,

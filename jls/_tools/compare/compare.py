@@ -4,6 +4,9 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
+from jls import _validate
 from jls._program.places import Place
 from jls._text import describe, listed
 from jls._tools.compare.difference import Difference, Parting, percent
@@ -19,6 +22,7 @@ from jls._tools.compare.fingerprint import (
 from jls._tools.compare.pairs import FACTOR, UNIT, Found, find, same_names
 from jls._tools.compare.sketch import FIRST, apart
 from jls._tools.origin.result import place_in_words
+from jls._tools.reading.arguments import check_takes
 
 
 def compare(
@@ -93,6 +97,9 @@ def compare(
                 f"{name} must be a function or a jls.types.Fingerprint, got "
                 f"{describe(given)}. Write {write}."
             )
+        if callable(given) and not isinstance(given, jax.stages.Compiled):
+            _validate.function(name, given)
+            check_takes("jls.compare", given, args, kwargs, written="a, b")
     are_made = isinstance(a, Fingerprint) and isinstance(b, Fingerprint)
     if are_made and (args or kwargs):
         raise TypeError(

@@ -79,7 +79,7 @@ def open_call(
       args: its arguments.
       kwargs: its keyword arguments.
     """
-    _check_takes(tool, fun, args, kwargs)
+    check_takes(tool, fun, args, kwargs)
     fun, bound = unbind(fun)
     args = (*bound, *args)
     arguments = take_apart(fun, args, kwargs)
@@ -87,10 +87,14 @@ def open_call(
     return fun, args, arguments
 
 
-def _check_takes(
-    tool: str, fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+def check_takes(
+    tool: str,
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    written: str = "",
 ) -> None:
-    """Raises if `fun` cannot be called with these arguments."""
+    """Raises if `fun`, `written` so in a call, does not take these arguments."""
     if hasattr(inspect.unwrap(fun), "__signature__"):
         return  # a step of jls says itself what it takes
     signature = _validate.signature_of(fun)
@@ -101,8 +105,9 @@ def _check_takes(
     except TypeError as error:
         name = getattr(fun, "__name__", "fun")
         every = signature.parameters.values()
-        first = "a, b" if tool == "jls.compare" else name
-        names = ", ".join([first, *(x.name for x in every if x.default is x.empty)])
+        names = ", ".join(
+            [written or name, *(x.name for x in every if x.default is x.empty)]
+        )
         raise TypeError(
             f"{tool} calls {name} with the arguments after it: {error}. Write "
             f"{tool}({names})."

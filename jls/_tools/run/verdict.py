@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Literal, NamedTuple, get_args
 
+from jls._applied import ALL_INSIDE
 from jls._text import format_scale, listed, quantity, scale_in_words
 from jls._types import COUNTED_IN, SIGNALS, SkipReason
 
@@ -515,8 +516,7 @@ TABLE: tuple[VerdictRow, ...] = (
         lambda f: (
             "what jls.bfloat16_params makes never reaches the parameters: it is "
             "changed before it is applied, and rounded once more. Most of them stand "
-            "still. Put all of it inside, schedule and learning rate too: "
-            "jls.bfloat16_params(optax.chain(...))"
+            f"still. {ALL_INSIDE}: jls.bfloat16_params(optax.chain(...))"
         ),
     ),
     VerdictRow(

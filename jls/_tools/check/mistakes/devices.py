@@ -60,7 +60,7 @@ def _read_sum(reading: Reading, site: Site, loss: Multiple, gradient: Value) -> 
 
 
 def _on_one_device(faults: Faults) -> Found:
-    if len(faults.good.runner.devices) < 2:
+    if faults.good.is_on_one_device:
         yield away("everything carried is on one device")
 
 

@@ -61,7 +61,7 @@ LOSS_NOT_PASSED = Mistake(
         "linen": "params, opt_state, report = jls.apply_gradients(state.tx, grads, "
         "state.opt_state, state.params, value=loss), then state = state.replace("
         "step=state.step + 1, params=params, opt_state=opt_state)",
-        "nnx": "optimizer.update(model, grads, value=loss)",
+        "nnx": "{optimizer}.update({model}, grads, value=loss)",
     },
     needs="updates",
     read=_read_losses,

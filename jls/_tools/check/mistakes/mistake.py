@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 from jls._program.control import Site
 from jls._program.places import Place, place_of
 from jls._tools.check.codes import Code
-from jls._tools.check.faults import Faults
+from jls._tools.check.faults import Faults, Trying
 from jls._tools.check.findings import Found
 from jls._tools.check.good_steps import Good
 from jls._tools.check.program import Library
@@ -32,8 +32,8 @@ class Mistake(NamedTuple):
     code: Code
     right: str  # what holds in a right step
     write: str  # the line to write
-    # Another line for a library; what goes before the line if a wrapper of optax is
-    # around jls's.
+    # Another line for a library, for NNX with the arguments in braces; what goes before
+    # the line if a wrapper of optax is around jls's.
     write_with: Mapping[Library | type, str] = {}
     write_after: str = ""  # what goes after the line
     # What it is not tried without: the program, or also the update of each wrapper.
@@ -44,4 +44,4 @@ class Mistake(NamedTuple):
     # What the program shows, or that this step cannot have it.
     read: Callable[[Subject], Found] = _nothing
     of_good_steps: Callable[[Good], Found] = _nothing
-    of_faults: Callable[[Faults], Found] = _nothing
+    of_faults: Callable[[Faults], Trying[None]] = _nothing

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """An overflow that is hidden from the wrapper, or that a scaler does not learn of."""
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from jls._program.facts import Number
 from jls._program.places import place_of
 from jls._text import join
-from jls._tools.check.faults import Fault, Faults, Trial, attempt
+from jls._tools.check.faults import Fault, Faults, Trying
 from jls._tools.check.findings import Finding, Found, away, broken, right, untried
 from jls._tools.check.good_steps import Good
 from jls._tools.check.leaves import is_fp8
 from jls._tools.check.mistakes.mistake import Mistake
 from jls._tools.check.planting import inf_is_applied
+from jls._tools.check.runs import Trial
 from jls._tools.check.subject import Subject
 from jls._tools.reading.scales import Scale, is_switched_off
 
@@ -23,7 +22,7 @@ def _read_overflow(subject: Subject) -> Found:
         yield right()
 
 
-def _judge_overflow(faults: Faults) -> Found:
+def _judge_overflow(faults: Faults) -> Trying[None]:
     """Whether a step whose gradients overflowed was applied."""
     subject, leaves = faults.good.subject, faults.good.run.given
     if any(map(is_fp8, subject.items)):
@@ -37,9 +36,7 @@ def _judge_overflow(faults: Faults) -> Found:
     for fault in faults.in_scales:
         # Scales that the step does not use hide nothing.
         if not reason and not _scaler_was_notified(subject, fault):
-            for finding in _of_applied(faults.good, fault):
-                is_hidden |= finding.status == "broken"
-                yield finding
+            is_hidden |= yield from _of_applied(faults.good, fault)
     if not is_hidden:
         yield from _plant_inf(faults.good)
     if reason:
@@ -62,13 +59,13 @@ def _scaler_was_notified(subject: Subject, fault: Fault) -> bool:
     )
 
 
-def _of_applied(good: Good, fault: Fault) -> Iterator[Finding]:
-    """What an applied step shows whose gradients overflowed and were cleaned."""
+def _of_applied(good: Good, fault: Fault) -> Trying[bool]:
+    """Whether a step was applied whose gradients overflowed and were cleaned."""
     subject, run = good.subject, fault.run
     # At a large scale the gradients may fit, and then the step is the same rightly.
     if not run.comes_out_as(good.run, subject.all_params):
         # But two equal calls have to give the same parameters.
-        again = attempt(good, Trial("a good step, repeated"))
+        again = yield Trial(good.run.given, "a good step, repeated")
         if isinstance(again, Finding):
             yield again
         elif again.comes_out_as(good.run, subject.all_params):
@@ -80,11 +77,12 @@ def _of_applied(good: Good, fault: Fault) -> Iterator[Finding]:
                 f"applied: something cleaned them before they were looked at{by}",
                 place,
             )
-            return
+            return True
     if subject.reading is None and all(
         np.all(np.isinf(run.before[scale.at])) for scale in fault.scales
     ):
         yield untried(f"with {fault.what} the step was applied")
+    return False
 
 
 def _plant_inf(good: Good) -> Found:

@@ -13,9 +13,9 @@ from jls._scopes import GRADIENTS, LOSS
 from jls._tools.check.findings import Finding, Found, away, broken, right, untried
 from jls._tools.check.leaves import is_fp8
 from jls._tools.check.mistakes.mistake import Mistake, place_of_update
+from jls._tools.check.other_scales import errors_between_scales
 from jls._tools.check.runs import to_host
 from jls._tools.check.subject import Subject
-from jls._tools.check.two_scales import errors_between_scales
 from jls._tools.reading.reading import Reading
 from jls._tools.reading.updates import SeenValue, UpdateCall
 from jls._tree import is_inexact
@@ -26,7 +26,7 @@ from jls._tree import is_inexact
 _ERROR_OF_A_SOLVE, _MAY_BE_A_SOLVE = 1e-4, 1e-3
 
 _VALUE_AND_GRAD = "loss, grads = jls.value_and_grad(loss_fn)(opt_state, params, batch)"
-_NNX = "jls.value_and_grad(loss_fn, transform=nnx.value_and_grad)"
+_NNX = "loss, grads = jls.value_and_grad(loss_fn, transform=nnx.value_and_grad)"
 
 
 class _Mix(NamedTuple):
@@ -108,8 +108,8 @@ NOT_SCALED = Mistake(
         "equinox": "loss, grads = jls.value_and_grad(loss_fn, "
         "transform=eqx.filter_value_and_grad)(opt_state, model, batch), with the "
         "opt_state that the step was given",
-        "nnx": f"loss, grads = {_NNX}(optimizer, model, batch)",
-        "nnx without a wrapper": f"loss, grads = {_NNX}(state, model, batch)",
+        "nnx": _NNX + "({optimizer}, {model}, {batch})",
+        "nnx without a wrapper": _NNX + "({state}, {model}, {batch})",
     },
     needs="updates",
     read=_read_not_scaled,
@@ -142,9 +142,9 @@ def _read_leaks(subject: Subject) -> Found:
         new = [subject.results[i].now for i in sorted(subject.trained)]
         trained = [x for x in new if x.follows & bits]
         for found in (
-            _leak_in(gradients, "the gradients", given),
-            _leak_in(losses, "the loss", given),
-            _leak_in(trained, "what is trained", given),
+            _leak_in(gradients, ("the gradients", "are", "follow"), given),
+            _leak_in(losses, ("the loss", "is", "follows"), given),
+            _leak_in(trained, ("what is trained", "is", "follows"), given),
         ):
             if isinstance(found, _Mix):
                 mix = mix or found
@@ -159,16 +159,15 @@ def _read_leaks(subject: Subject) -> Found:
 
 
 def _leak_in(
-    values: Sequence[Value], what: str, given: Sequence[SeenValue]
+    values: Sequence[Value], words: tuple[str, str, str], given: Sequence[SeenValue]
 ) -> Finding | _Mix | None:
-    verb = "are" if what == "the gradients" else "is"
+    what, are, follow = words
     for value in values:
         degree = value.degree
         if degree in (ZERO, ANY) or isinstance(degree, Unknown):
             continue
         if isinstance(degree, Mixed):
             place = place_of(degree.site)
-            follow = "follow" if what == "the gradients" else "follows"
             evidence = f"{what} {follow} the loss scale in part: mixed by {place}"
             mixed = [x for x in given if x.value.degree == degree]
             is_sum = primitive_of(degree.site.equation).degree == "sum"
@@ -178,7 +177,7 @@ def _leak_in(
         else:
             place = place_of(value.degree_site) if value.degree_site else None
             by = f", last by {place}" if place and place.file else ""
-            evidence = f"{what} {verb} {_factor_in_words(degree)}{by}"
+            evidence = f"{what} {are} {_factor_in_words(degree)}{by}"
         return broken(evidence, place)
     for value in values:
         if isinstance(value.degree, Unknown):

@@ -5,12 +5,12 @@ import numpy as np
 import optax
 
 from jls._program.places import place_of
-from jls._tools.check.faults import Fault, Faults, attempt, good_step_after
+from jls._tools.check.faults import Fault, Faults, Trying, good_step_after
 from jls._tools.check.findings import Finding, Found, broken, right, untried
 from jls._tools.check.leaves import is_rounding, same
 from jls._tools.check.mistakes.mistake import Mistake
 from jls._tools.check.program import Library
-from jls._tools.check.runs import Run
+from jls._tools.check.runs import Run, Trial
 from jls._tools.check.subject import Subject
 from jls._tree import is_inexact
 
@@ -22,7 +22,7 @@ _SELECT = (
 )
 _DECAY = "weight decay inside: jls.loss_scaled(optax.adamw(3e-4, weight_decay=1e-2))"
 _ATOMIC = (
-    "with jls.atomic(optimizer, model): around the forward pass and the update; it "
+    "with jls.atomic({optimizer}, {model}): around the forward pass and the update; it "
     "takes back what the step changed in the model"
 )
 _OUTSIDE: dict[Library | type, str] = {
@@ -160,7 +160,7 @@ NOT_ATOMIC = Mistake(
 )
 
 
-def _judge_recovery(faults: Faults) -> Found:
+def _judge_recovery(faults: Faults) -> Trying[None]:
     """Good steps after a bad one: do the parameters move again?"""
     good, params = faults.good, faults.good.subject.all_params
     if good.why_unmoved:
@@ -180,11 +180,11 @@ def _judge_recovery(faults: Faults) -> Found:
     in_batch.sort(key=lambda x: not x.left)
     for fault in in_scale[:1] + in_batch[:1]:
         trial = good_step_after(good, fault)
-        run = fault.later or attempt(good, trial, fault.run)
+        run = fault.later or (yield trial)
         for _ in range(good.window):
             if isinstance(run, Finding) or not run.keeps(params):
                 break
-            run = attempt(good, trial._replace(changes={}), run)
+            run = yield Trial(run.next, trial.what)
         if isinstance(run, Finding):
             yield run
             return

@@ -3,11 +3,12 @@
 
 import numpy as np
 
-from jls._tools.check.faults import Faults, Trial, attempt
+from jls._tools.check.faults import Faults, Trying
 from jls._tools.check.findings import Finding, Found, away, broken, right, untried
 from jls._tools.check.good_steps import Good
 from jls._tools.check.mistakes.loss import UPDATE
 from jls._tools.check.mistakes.mistake import Mistake
+from jls._tools.check.runs import Trial
 from jls._tools.check.subject import Subject
 from jls._tools.reading.scales import Scale
 from jls._types import SIGNALS, SpikeState
@@ -18,13 +19,13 @@ def _read_policies(subject: Subject) -> Found:
         yield away("there is no spike policy")
 
 
-def _try_spikes(faults: Faults) -> Found:
+def _try_spikes(faults: Faults) -> Trying[None]:
     for scale in faults.good.subject.scales:
         if scale.spikes:
             yield from _try_spike(faults.good, scale)
 
 
-def _try_spike(good: Good, scale: Scale) -> Found:
+def _try_spike(good: Good, scale: Scale) -> Trying[None]:
     """The good step after a window of far lower losses and norms: a spike."""
     at, subject, good_run = scale.spikes, good.subject, good.run
     if not set(SpikeState._fields) <= at.keys():
@@ -53,8 +54,8 @@ def _try_spike(good: Good, scale: Scale) -> Found:
         at["kept"]: seen.shape[-1],
         at["tokens"]: np.maximum(values["tokens"], 1),
     }
-    trial = Trial("a window of far lower losses and norms", changes)
-    run = attempt(good, trial)
+    what = "a window of far lower losses and norms"
+    run = yield Trial(good_run.given, what, changes)
     if isinstance(run, Finding):
         yield run
         return

@@ -7,6 +7,7 @@ from collections import Counter
 
 import numpy as np
 
+from jls._applied import ALL_INSIDE
 from jls._mistakes import is_jit_disabled
 from jls._program.control import Site
 from jls._program.facts import ANY, Number
@@ -18,7 +19,6 @@ from jls._tools.check.findings import Found, Note, broken, right, untried
 from jls._tools.check.good_steps import Good
 from jls._tools.check.mistakes.mistake import Mistake, place_of_update
 from jls._tools.check.mistakes.storage import changed_updates
-from jls._tools.check.runs import OutOfRunsError
 from jls._tools.check.subject import Subject
 from jls._tools.reading.reading import Reading
 from jls._tools.reading.trace import Traced
@@ -151,8 +151,7 @@ def _note_idle(subject: Subject, reading: Reading) -> Found:
 
 def _where(site: Site) -> str:
     """The place of an operation, without its name."""
-    place = place_of(site)
-    return str(place).removeprefix(place.operation)
+    return str(place_of(site)._replace(operation=""))
 
 
 def _note_added_twice(reading: Reading) -> Found:
@@ -206,17 +205,16 @@ def _judge_no_step(good: Good) -> Found:
             "the parameters moved, but nothing in the optimizer state did: the step "
             "seems to return the old state"
         )
-    changed = changed_updates(good.runner)
+    changed = changed_updates(subject)
     if changed:
         yield _no_step(
             "the updates of bfloat16 parameters are rounded away: what "
             "jls.bfloat16_params made is changed before it is applied "
-            f"({subject.names(changed)}). Put all of it inside, schedule and "
-            "learning rate too"
+            f"({subject.names(changed)}). {ALL_INSIDE}"
         )
     if good.why_unmoved and not (is_broken or changed):
         yield untried(good.why_unmoved)
-        yield Note(doubt=good.why_unmoved.partition(":")[0])
+        yield Note(doubt=good.doubt)
     yield right()
 
 
@@ -259,15 +257,9 @@ def _judge_retraced(good: Good) -> Found:
 
 def _look_for_counting_numbers(good: Good) -> Found:
     """Breaks "retraced" if a static number counts: each call is compiled for it."""
-    runner = good.runner
-    assert runner.numbers is not None
-    before, after = runner.numbers
-    if all(after.get(path, value) == value for path, value in before.items()):
+    if good.in_a_row is None:
         return
-    try:
-        series, compiled = runner.calls_in_a_row(3)
-    except OutOfRunsError:
-        return
+    series, compiled = good.in_a_row
     for path in series[0]:
         values = [numbers.get(path) for numbers in series]
         if len(set(values)) == len(values) and compiled[-1]:

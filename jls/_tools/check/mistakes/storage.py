@@ -11,13 +11,13 @@ from jls._applied import OF_UPDATES, Way, ways_of
 from jls._program.frames import Frame
 from jls._program.places import place_of
 from jls._program.products import products_in
-from jls._state import rounds_bfloat16
-from jls._tools.check.findings import Found, Note
+from jls._tools.check.faults import Trying
+from jls._tools.check.findings import Finding, Found, Note
 from jls._tools.check.good_steps import Good
 from jls._tools.check.leaves import as_numpy
-from jls._tools.check.runs import Run, Runner
+from jls._tools.check.runs import Run, Trial
 from jls._tools.check.subject import Subject
-from jls._tools.reading.reading import Reading, is_a_result
+from jls._tools.reading.reading import Reading
 
 _WRITE = "Write jls.bfloat16_params(inner) inside the wrapper"
 # The fields of optax's states that hold second moments.
@@ -28,26 +28,26 @@ _LARGE = 2.0**60
 _MANY_NUMBERS = 8
 
 
-def note_still(good: Good) -> Found:
+def note_still(good: Good) -> Trying[None]:
     """Notes updates that are lost, and second moments that cannot fall."""
-    runner, subject, good_run = good.runner, good.subject, good.run
+    subject, good_run = good.subject, good.run
     yield from _note_rounded(subject, good_run)
     inside = [i for i in subject.inside if _SECOND & set(subject.items[i].path)]
     params = _in_bfloat16(good_run.before, subject.all_params)
     moments = _in_bfloat16(good_run.before, inside)
     others = subject.carried.compared - subject.all_params - subject.inside
     averages = _in_bfloat16(good_run.before, others - subject.frozen)
-    if _is_stored(runner):
+    if subject.program.has_bfloat16_params:
         if subject.reading is None:
             return
-        ways = _ways(subject)
+        ways = _ways(subject, subject.reading)
         averages += [i for i in params if ways.get(i) is Way.FOLLOWS]
         known = {*averages, *(i for i, way in ways.items() if way in OF_UPDATES)}
         params = [i for i in params if i not in known]
         moments = []
         yield from _note_wide_products(subject.reading)
     yield from _note_narrow_sums(subject)
-    lost = _share_lost(runner, good_run, params)
+    lost = yield from _share_lost(good_run, params)
     if lost >= 0.01:
         share = f"{100 * lost:.0f} % of the updates are lost"
         yield Note(
@@ -55,7 +55,7 @@ def note_still(good: Good) -> Found:
             f"({subject.names(params)}). {_WRITE}: then they move.",
             doubt=share if lost >= 0.5 else "",
         )
-    lost = _share_lost(runner, good_run, averages)
+    lost = yield from _share_lost(good_run, averages)
     if lost >= 0.5:
         yield Note(
             f"{100 * lost:.0f} % of the changes of {subject.names(averages)} are lost: "
@@ -63,7 +63,7 @@ def note_still(good: Good) -> Found:
             "Keep it in float32, as target = jls.master_params(params, opt_state) "
             "makes it, or as jls.params_ema in the optimizer."
         )
-    still = _that_cannot_fall(runner, good_run, moments) if moments else []
+    still = (yield from _that_cannot_fall(good_run, moments)) if moments else []
     if still:
         yield Note(
             f"The second moment cannot fall: {subject.names(still)}, in bfloat16, "
@@ -145,33 +145,20 @@ def _note_narrow_sums(subject: Subject) -> Found:
             return
 
 
-def changed_updates(runner: Runner) -> list[int]:
+def changed_updates(subject: Subject) -> list[int]:
     """The parameters of a `jls.bfloat16_params` that take others than its updates."""
-    subject = runner.subject
-    if subject.reading is None or not _is_stored(runner):
+    if subject.reading is None or not subject.program.has_bfloat16_params:
         return []
-    ways = _ways(subject)
+    ways = _ways(subject, subject.reading)
     return [i for i in sorted(subject.trained) if ways.get(i) is Way.CHANGED]
 
 
-def _is_stored(runner: Runner) -> bool:
-    """Whether a `jls.bfloat16_params` is in the step's optimizer."""
-    call = runner.arguments.rebuild(runner.start)
-    return rounds_bfloat16((call.args, call.kwargs))
-
-
-def _ways(subject: Subject) -> dict[int, Way]:
+def _ways(subject: Subject, reading: Reading) -> dict[int, Way]:
     """What carried bfloat16 leaves have to do with updates of `bfloat16_params`."""
-    assert subject.reading is not None
-    traced = subject.reading.traced
-    found = iter(ways_of(traced.program))
-    by_path = [
-        {x.path: next(found) for x in items if is_a_result(x)}
-        for items in (traced.outputs, traced.objects)
-    ]
-    ways = subject.carried.pick(subject.items, *by_path)
-    dtypes = {i: getattr(subject.items[i].value, "dtype", None) for i in ways}
-    return {i: x for i, x in ways.items() if dtypes[i] == jnp.bfloat16}
+    ways = ways_of(reading.traced.program)
+    dtypes = {i: getattr(x.value, "dtype", None) for i, x in enumerate(subject.items)}
+    places = subject.places.items()
+    return {i: ways[n] for i, n in places if dtypes[i] == jnp.bfloat16}
 
 
 def _in_bfloat16(carried: Mapping[int, Any], leaves: Iterable[int]) -> list[int]:
@@ -180,16 +167,15 @@ def _in_bfloat16(carried: Mapping[int, Any], leaves: Iterable[int]) -> list[int]
     return [i for i in known if carried[i].dtype == jnp.bfloat16]
 
 
-def _share_lost(runner: Runner, good_run: Run, params: list[int]) -> float:
+def _share_lost(good_run: Run, params: list[int]) -> Trying[float]:
     """Of the changes that float32 leaves would take, the share that is lost."""
     if not params:
         return 0.0
     leaves = list(good_run.given)
     for i in params:
         leaves[i] = as_numpy(leaves[i]).astype(np.float32)
-    try:
-        wide = runner.run(leaves, "a good step of float32 parameters")
-    except Exception:  # it is for bfloat16 alone, or no run was left
+    wide = yield Trial(leaves, "a good step of float32 parameters")
+    if isinstance(wide, Finding):  # it is for bfloat16 alone, or no run was left
         return 0.0
     moved = lost = 0
     for i in params:
@@ -199,13 +185,10 @@ def _share_lost(runner: Runner, good_run: Run, params: list[int]) -> float:
     return 0.0 if wide.skipped_once or not moved else float(lost / moved)
 
 
-def _that_cannot_fall(runner: Runner, good_run: Run, moments: list[int]) -> list[int]:
+def _that_cannot_fall(good_run: Run, moments: list[int]) -> Trying[list[int]]:
     """Those of the moments that stay what they are, far above any gradient."""
     changes = dict.fromkeys(moments, _LARGE)
-    try:
-        run = runner.run(good_run.given, "a good step with large moments", changes)
-    except Exception:  # no run was left
-        return []
-    if run.skipped_once:
+    run = yield Trial(good_run.given, "a good step with large moments", changes)
+    if isinstance(run, Finding) or run.skipped_once:
         return []
     return [i for i in moments if np.array_equal(run.after[i], run.before[i])]

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jls
-from jls._tools.check.two_scales import _SCALES, _errors
+from jls._tools.check.other_scales import _SCALES, _errors
 
 pytestmark = pytest.mark.standard_promotion
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes what a wrapper is given at several loss scales, in float32.
+"""Computes what a wrapper is given at other loss scales, in float32.
 
 Reading finds a sum of what the scale is a factor of and of what it is not. A leak is
 one. But a solve whose right side and result scale alike is none, although it adds a
@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jls._program.alone import WIDE
 from jls._program.control import Indices
 from jls._program.frames import Frame
-from jls._program.replay import Watched, replay
+from jls._program.recorder import Recorder
+from jls._program.replay import Watched
 from jls._tools.check.subject import Subject
 from jls._tools.reading.updates import SeenValue
 
@@ -62,13 +62,12 @@ def errors_between_scales(
     reading = subject.reading
     if reading is None:
         return None
-    traced = reading.traced
-    frames = Frame(traced.program).by_site()
+    main = Frame(reading.traced.program)
+    frames = main.by_site()
     seen = [_seen(frames[x.around], x.atom) for x in values]
     found = [x for x in seen if x is not None]
     if not found or len(found) < len(seen):
         return None
-    only = {x.indices[:n] for x in found for n in range(1, len(x.indices) + 1)}
 
     def watch(site, inputs, results):
         mine = [x for x in found if x.indices == site.indices]
@@ -77,18 +76,15 @@ def errors_between_scales(
         pairs = [(results if x.is_result else inputs, x.position) for x in mine]
         return Watched(results, [arrays[i] for arrays, i in pairs])
 
-    @jax.jit
-    def run(inputs):
-        _, records = replay(traced.program, inputs, watch, arithmetic=WIDE, only=only)
-        return jax.tree.leaves(records)
-
+    run = Recorder(main, [x.indices for x in found], watch, WIDE)
     scales = {subject.scales[k].at for k in subject.live}
     at_each = [
-        run([jnp.full_like(leaves[i], x) if i in scales else jnp.asarray(leaves[i])
-             for i in traced.inputs])
+        run([np.full_like(leaves[i], x) if i in scales else leaves[i]
+             for i in reading.traced.inputs])
         for x in _SCALES
     ]  # fmt: skip
-    every = [_errors(x) for x in zip(*jax.device_get(at_each), strict=True)]
+    numbers = [jax.tree.leaves(x.tree) for x in at_each]
+    every = [_errors(x) for x in zip(*numbers, strict=True)]
     low, high, are_in_proportion = zip(*every, strict=True)
     errors = ScaleErrors(max(low), max(high), any(are_in_proportion))
     return errors if np.isfinite(errors.low + errors.high) else None
