@@ -221,6 +221,21 @@ def test_nothing_is_compiled_anew_where_jit_is_disabled():
     assert set(check.not_tried) == {"retraced"}
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        jax.checking_leaks,
+        functools.partial(jax.debug_nans, True),
+        functools.partial(jax.debug_infs, True),
+    ],
+)
+def test_settings_of_jax_change_no_answer(setting):
+    step, args = plain()
+    expected = str(jls.check_step(step, *args))
+    with setting():
+        assert str(jls.check_step(step, *args)) == expected
+
+
 # States that narrow, in which a loss scale becomes inf.
 
 

@@ -192,7 +192,11 @@ def check_step(
       >>> jls.check_step(step, params, optimizer.init(params), jnp.ones((4, 3))).broken
       ('not scaled', 'loss not passed')
     """
-    with jax.debug_nans(False):  # NaN is what the faults are made of
+    with (
+        jax.debug_nans(False),  # NaN is what the faults are made of
+        jax.debug_infs(False),
+        jax.check_tracer_leaks(False),
+    ):
         runner, findings = read_step(step, args, kwargs, carried)
         if not findings.ends:
             _try_all(runner, findings)
