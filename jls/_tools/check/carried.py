@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jls._text import join, listed, quoted
-from jls._tools.check.findings import UntriedError
+from jls._tools.check.findings import StepError
 from jls._tools.check.leaves import subtrees
 from jls._tools.reading.arguments import AUX, REPORT, Arguments, Item, Keys
 from jls._tools.reading.reading import Reading, Result
@@ -79,7 +79,7 @@ def match(
     tops = list(dict.fromkeys(x.path[:1] for x in items))
     if reading is None and named is None:
         names = listed([name for (name,) in tops])
-        raise UntriedError(
+        raise StepError(
             "carried must name the arguments that come back, since there is no "
             f"program to read, out of {names}",
             "Write their positions or names: "
@@ -197,7 +197,7 @@ class _Pairs:
         if targets:
             names = listed(quoted(join(*unit) for unit in left))
             results = listed([join(*x) or "all of it" for x in dict.fromkeys(targets)])
-            raise UntriedError(
+            raise StepError(
                 f"what comes back from the step must be clear, but {names} may be any "
                 f"of its results {results}",
                 "Name the arguments that come back, by position or name: "
@@ -270,7 +270,7 @@ def _check_returned(
     lost = [items[x.at].path[0] for x in scales if x.at not in carried]
     if missing or len(lost) == len(scales):
         where = listed(quoted(dict.fromkeys(missing or lost)))
-        raise UntriedError(
+        raise StepError(
             "the step must return what it carries on from step to step: no part of "
             f"what it returned has the paths, shapes and dtypes of {where}, which "
             f"{'carried names' if missing else 'holds the loss scale'}",

@@ -16,7 +16,7 @@ from jls._state import how_to_nest
 from jls._text import no_field, wrapped
 from jls._tools.check.codes import CODES, Code
 from jls._tools.check.faults import Trying, inject
-from jls._tools.check.findings import Finding, Findings, Note, UntriedError, untried
+from jls._tools.check.findings import Finding, Findings, Note, StepError, untried
 from jls._tools.check.float8 import float8_notes
 from jls._tools.check.good_steps import take_good_steps
 from jls._tools.check.mistakes.mistake import Mistake
@@ -258,7 +258,7 @@ def _try_all(runner: Runner, findings: Findings) -> None:
     """Takes good steps, then injects faults, and asks what both show."""
     try:
         good = take_good_steps(runner, is_idle(runner.subject))
-    except UntriedError as error:
+    except StepError as error:
         if not findings.of("broken"):
             raise
         findings.ends = error.reason  # the reading says what to write

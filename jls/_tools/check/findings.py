@@ -20,8 +20,8 @@ class Finding(NamedTuple):
     ends: str = ""  # why no other code is tried, if it is so
 
 
-class UntriedError(ValueError):
-    """No step can be tried.
+class StepError(ValueError):
+    """This step cannot be tried.
 
     Args:
       reason: why, for a row of the table.

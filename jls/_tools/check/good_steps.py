@@ -8,7 +8,7 @@ import numpy as np
 from jls._program.frames import Frame
 from jls._scopes import NEW
 from jls._text import format_scale
-from jls._tools.check.findings import UntriedError
+from jls._tools.check.findings import StepError
 from jls._tools.check.leaves import as_numpy
 from jls._tools.check.runs import Calls, Run, Runner, at_scale, with_changes
 from jls._tools.check.subject import Subject
@@ -102,14 +102,14 @@ def _at_a_lower_scale(runner: Runner, run: Run) -> Run:
         for scale in skipped:
             if scale.counters and run.counted(scale, "nonfinite_losses"):
                 _raise_if_float32_is_finite(runner)
-                raise UntriedError(
+                raise StepError(
                     "the loss of these arguments must be finite, but the step was "
                     "skipped for its loss",
                     "Pass a good batch; or the forward pass overflows: see "
                     "jls.health(opt_state, params).",
                 )
             if "spikes" in scale.counters and run.counted(scale, "spikes"):
-                raise UntriedError(
+                raise StepError(
                     "the step of these arguments must be a usual one, but the spike "
                     "policy skipped it: its loss or gradient norm is over the limit in "
                     "jls.metrics(opt_state)",
@@ -131,7 +131,7 @@ def _at_a_lower_scale(runner: Runner, run: Run) -> Run:
             format_scale(float(as_numpy(runner.start[scale.at]).flat[0]))
             for scale in skipped
         )
-        raise UntriedError(
+        raise StepError(
             "the step must not be skipped at every loss scale, but was with these "
             f"arguments, last at {scales}",
             "Pass a good batch; or the step makes NaN of one: print(jls.why(step, "
@@ -160,7 +160,7 @@ def _raise_if_float32_is_finite(runner: Runner) -> None:
     keep = widths.keep([leaves[i] for i in reading.traced.inputs])
     if keep is not None:
         write = argument_of(keep) or "the keep that jls.calibrate finds"
-        raise UntriedError(
+        raise StepError(
             "the step must be finite with these arguments, but was skipped",
             "The batch is good: in float32 this step is finite, in half at no loss "
             f"scale. Write {write}. print(jls.why(step, ...)) with the same arguments "
