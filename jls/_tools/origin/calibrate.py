@@ -22,9 +22,8 @@ from jls._tools.origin.case import (
     RESULTS,
     Case,
     Recording,
-    Run,
+    RecordedRun,
     at_scale,
-    forward_of,
     read_case,
     record,
     run,
@@ -41,7 +40,6 @@ from jls._tools.origin.trail import OpResult, RunValue, Trail
 from jls._tools.origin.twin import Twin
 from jls._tools.origin.why import LOWEST_EXPONENT, birth_of, explain
 from jls._tools.reading.precision import PrecisionReport, look_at
-from jls._tools.reading.scales import is_switched_off
 from jls._tools.reading.slow import logging_if_slow
 from jls._tools.reading.widths import Widths
 
@@ -155,7 +153,7 @@ class Search(NamedTuple):
         """The inputs at a loss scale."""
         return at_scale(self.case.leaves, [self.at], scale)
 
-    def run(self, scale: float, program: Recording | None = None) -> Run:
+    def run(self, scale: float, program: Recording | None = None) -> RecordedRun:
         return run(self.case, self.leaves(scale), program)
 
 
@@ -173,11 +171,11 @@ def read_search(case: Case) -> Search:
         if is_new and variable in on_the_way and value.depends >> at & 1:
             depends.append((variable, value))
     following = [variable for variable, value in depends if _follows(value)]
-    forward = Forward(case.main, forward_of(case))
+    forward = Forward(case.main, case.forward)
     half_operations = forward.half_operations()
     sized = {(x.frame, atom) for x in half_operations for atom in x.half}
     twin = Twin(case.main, sized & on_the_way, following, case.traced.options)
-    is_off = is_switched_off(now, case.scales[at])
+    is_off = at not in case.live
     return Search(
         case, at, now, is_off, bool(depends), following, forward, half_operations, twin
     )
@@ -233,16 +231,16 @@ def _limit(search: Search, ceiling: float) -> tuple[Place | None, str]:
     """The place that overflows first above the ceiling, and what to do."""
     above = search.run(2 * ceiling)
     for only_first in (True, False):
-        trail, program = run_with_all_records(search.case, above, only_first)
-        below = search.run(ceiling, program).trail
-        for birth in trail.births(above.values):
+        closely = run_with_all_records(search.case, above, only_first)
+        below = search.run(ceiling, closely.program).trail
+        for birth in closely.births:
             op = birth.origin
             # A birth there may be one at the ceiling too.
             if not isinstance(op, OpResult) or below.is_bad(
                 RunValue(op.frame, op.site.equation.outvars[op.result], op.iterations)
             ):
                 continue
-            first = birth_of(search.case, trail, birth, forward_of(search.case))
+            first = birth_of(search.case, closely.trail, birth)
             # The loss scale itself, cast to the dtype of the loss by jls.
             is_scale = first.operands == (2 * ceiling,)
             is_number = op.site.equation.outvars[op.result].aval.shape == ()
@@ -403,7 +401,7 @@ def _with_losses(search: Search, result: Calibration) -> Calibration:
     if not any(is_half_atom(x) for frame in main.all() for x in frame.makers):
         notes = (*result.notes, *Losses(0.0, ()).notes)
         return result._replace(notes=notes)
-    forward = forward_of(case) or set[Variable]()
+    forward = case.forward or set[Variable]()
     results = {x.variable: x.name for x in case.roots if x.role in RESULTS}
     gradients = [
         x.variable for x in case.roots if x.is_before_update and x.role != LOSS

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jls import _validate
-from jls._program.frames import Variable, behind
+from jls._program.frames import behind
 from jls._program.jaxprs import effects_of, is_inexact_atom
 from jls._program.places import Place, place_of
 from jls._scopes import GRADIENTS, UPDATE, marks_of
@@ -31,10 +31,8 @@ from jls._tools.origin.case import (
     Bad,
     Case,
     Recording,
-    Run,
+    RecordedRun,
     at_scale,
-    forward_of,
-    possible_parameters,
     read_case,
     record,
     run,
@@ -54,7 +52,7 @@ from jls._tools.origin.result import (
 from jls._tools.origin.trail import Argument, FoundBirth, OpResult, Range, Trail
 from jls._tools.reading.arguments import items_of
 from jls._tools.reading.keep import argument_of
-from jls._tools.reading.scales import Scale, is_switched_off, without_value
+from jls._tools.reading.scales import Scale, without_value
 from jls._tools.reading.slow import logging_if_slow
 from jls._tools.reading.widths import Widths
 from jls._tree import is_array
@@ -239,8 +237,8 @@ def _is_from_scale(
     case: Case, bad: list[Bad], program: Recording | None = None
 ) -> tuple[bool | None, str]:
     """Whether a lower scale is finite, and a sentence that says which."""
-    at = {x.root.scale for x in bad if x.root.scale is not None} or case.scales
-    at = [i for i in at if not is_switched_off(case.leaves[i], case.scales[i])]
+    own = {x.root.scale for x in bad if x.root.scale is not None} or case.scales
+    at = [i for i in case.live if i in own]
     if not at:
         return None, ""
     scale = max(float(np.max(case.leaves[i])) for i in at)
@@ -327,14 +325,13 @@ def _skip_reason(leaves: list[Any], scale: Scale) -> SkipReason | None:
 
 
 def explain(
-    case: Case, found: Run, is_from_scale: bool | None = None, note: str = ""
+    case: Case, found: RecordedRun, is_from_scale: bool | None = None, note: str = ""
 ) -> Why:
     """Says where what is bad in a run was born."""
-    trail, _ = run_with_all_records(case, found)
-    forward = forward_of(case)
+    closely = run_with_all_records(case, found)
     births: dict[Any, Birth] = {}
-    for one in trail.births(found.values):
-        birth = birth_of(case, trail, one, forward)
+    for one in closely.births:
+        birth = birth_of(case, closely.trail, one)
         births.setdefault((birth.kind, birth.place._replace(iteration=())), birth)
     if any(is_of_entropy(x.advice) for x in births.values()):
         # The logarithm needs no mending: the product does.
@@ -369,9 +366,7 @@ def _with_keep(case: Case, found: Why) -> Why:
     )
     if is_for_a_scale and found.is_from_scale is None:  # there is none yet
         return found
-    scales = case.scales.items()
-    at = [i for i, x in scales if not is_switched_off(case.leaves[i], x)]
-    leaves = at_scale(case.leaves, at, 2.0**LOWEST_EXPONENT)
+    leaves = at_scale(case.leaves, case.live, 2.0**LOWEST_EXPONENT)
     keep = Widths(case.main, case.before_update).keep(leaves)
     if keep is None:
         return found
@@ -389,8 +384,7 @@ def _diverged(case: Case, bad: list[Bad]) -> str:
     items = [x.parameter for x in roots if x.parameter]
     if all(x.role in RESULTS for x in case.roots):  # a loss or its gradient, no step
         is_known, first = bool(items), case.arguments.names[:1]
-        others = possible_parameters(case.arguments, case.scales)
-        items = items or [x for x in others if x.path[0] in first]
+        items = items or [x for x in case.parameters if x.path[0] in first]
         items = [x for x in items if len(x.path) > 1]  # an array may be data
     largest, name = 0.0, ""
     for item in items:
@@ -411,10 +405,8 @@ def _diverged(case: Case, bad: list[Bad]) -> str:
     )
 
 
-def birth_of(
-    case: Case, trail: Trail, found: FoundBirth, forward: set[Variable] | None
-) -> Birth:
-    """A birth in words; `forward` is what `forward_of` gives."""
+def birth_of(case: Case, trail: Trail, found: FoundBirth) -> Birth:
+    """A birth in words."""
     kind: Literal["inf", "nan"] = "nan" if found.size.is_nan else "inf"
     is_negative = found.size.nonfinite == {"-inf"}
     origin = found.origin
@@ -430,9 +422,9 @@ def birth_of(
     site = origin.site
     place = place_of(site)
     is_backward = place.is_backward
-    if forward is not None and UPDATE not in marks_of(site):
+    if case.forward is not None and UPDATE not in marks_of(site):
         results = site.equation.outvars
-        is_backward |= not any((origin.frame, x) in forward for x in results)
+        is_backward |= not any((origin.frame, x) in case.forward for x in results)
     return Birth(
         kind=kind,
         place=place._replace(is_backward=is_backward, iteration=origin.iterations),
