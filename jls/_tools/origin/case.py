@@ -97,9 +97,8 @@ def read_case(
     roots = list(_checked(reading, main, scales, items))
     roots += results if roots else _named(results, items)
     variables = [x.variable for x in roots]
-    landmarks = regions.landmarks(main, variables, regions.FEW)
-    if effects_of(main.jaxpr):  # each program would print again
-        landmarks = None
+    # With effects each program would print again.
+    landmarks = None if effects_of(main.jaxpr) else regions.landmarks(main, variables)
     options = traced.options
     recorded = RecordedProgram(main, variables, only=landmarks, options=options)
     return Case(
@@ -339,9 +338,7 @@ def run_with_all_records(
     if trail.records.only is None:
         return CloseRun(trail, trail.births(values), case.recorded)
     wanted = case.main.makers_of(behind(x.variable for x in case.roots))
-    where = regions.search(
-        trail, values, trail.records.only, wanted, regions.FEW, only_first
-    )
+    where = regions.search(trail, values, wanted, only_first)
     program: Recording = case.recorded
     if where.only:
         program = both(case.recorded, record(case, only=where.only, beside=False))

@@ -40,6 +40,7 @@ MOST = 10  # lines that are named; each is tried in a run of its own
 # has been rounded a few times stay far below.
 _MIN_FACTOR = 8.0
 _MIN_GAIN = 0.1  # of the gradients' error
+MIN_OFF = 0.1  # what is nearer to float32 is as half precision is
 # Float32 loses at the same places, and so much less as its unit is smaller. A number of
 # which it knows no digit, such as the gradient of a bias before a norm, is rounding.
 _UNIT_OF_FLOAT32 = 2.0**-24
@@ -328,7 +329,7 @@ def find_built_up(
     loops = [x for x in main.all() if x.is_loop and not is_transposed(x.site)]
     for variable, name in results.items():
         error = _of_all(errors, [variable])
-        if not _MIN_OFF <= error < math.inf:
+        if not MIN_OFF <= error < math.inf:
             continue
         found = behind([variable])
         for loop in loops:
@@ -343,9 +344,6 @@ def find_built_up(
                     f"the error builds up in the loop at {place_in_words(place)}"
                 )
     return ""
-
-
-_MIN_OFF = 0.1
 
 
 def _builds_up(
@@ -363,7 +361,7 @@ def _builds_up(
             before = every[..., -1:] if loop.is_reversed else every[..., :1]
         before = np.nanmax(np.fmax(before, _HALF_A_UNIT))
         last = np.nanmax(np.nan_to_num(every, nan=0.0))
-        if last >= max(_MIN_OFF, _MIN_FACTOR * before):
+        if last >= max(MIN_OFF, _MIN_FACTOR * before):
             return True
     return False
 

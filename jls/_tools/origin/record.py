@@ -49,6 +49,11 @@ def as_large_as(equation: Any, result: int) -> Any | None:
     return None
 
 
+Record = Callable[
+    [Site, Sequence[Any], Sequence[Any]], Array | tuple[Array | None, ...] | None
+]
+
+
 class RecordedProgram:
     """A program with a record beside each operation that its roots depend on.
 
@@ -62,6 +67,8 @@ class RecordedProgram:
         Without them it is a closer look at what another program has found.
       options: of XLA, for which the user's function asks.
       arithmetic: how it is computed.
+      record: makes the record of an operation, from its site, operands and results;
+        by default of the ends of its results.
     """
 
     def __init__(
@@ -73,7 +80,9 @@ class RecordedProgram:
         beside: bool = True,
         options: Mapping[str, Any] | None = None,
         arithmetic: Arithmetic = AS_WRITTEN,
+        record: Record | None = None,
     ) -> None:
+        self._record = record or self._record_ends
         self.landmarks, self._beside = only, beside
         behind_roots = to_nearest_records(roots) if at_roots else behind(roots)
         inputs = enumerate(main.jaxpr.invars)
@@ -139,7 +148,7 @@ class RecordedProgram:
             results = lax.optimization_barrier(tuple(results))
         return Watched(results, self._record(site, inputs, results))
 
-    def _record(
+    def _record_ends(
         self, site: Site, inputs: Sequence[Any], results: Sequence[Any]
     ) -> Array | tuple[Array | None, ...] | None:
         arrays = list(results)

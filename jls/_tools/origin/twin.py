@@ -51,7 +51,7 @@ class Cotangent(NamedTuple):
     shares: tuple[float, ...]
 
 
-class Twin(RecordedProgram):
+class Twin:
     """The twin of a program.
 
     Args:
@@ -70,8 +70,14 @@ class Twin(RecordedProgram):
     ) -> None:
         following = list(following)
         asked = [*sized, *following]
-        super().__init__(main, asked, options=options, arithmetic=WIDE)
-        self.operations &= main.makers_of(to_nearest_records(asked))
+        self.recorded = RecordedProgram(
+            main,
+            asked,
+            only=frozenset(main.makers_of(to_nearest_records(asked))),
+            options=options,
+            arithmetic=WIDE,
+            record=self._record,
+        )
         self._merged = {x.site.indices for x in main.all() if _is_merged(x)}
         self._counted: dict[tuple[int, ...], set[int]] = {}
         for frame, atom in following:
@@ -80,9 +86,14 @@ class Twin(RecordedProgram):
                 key = frame.indices_of(index)
                 self._counted.setdefault(key, set()).add(result)
 
+    def __call__(self, inputs: Sequence[Any]) -> Records:
+        """One run, in float32."""
+        return self.recorded(inputs)
+
     def _record(
         self, site: Site, inputs: Sequence[Any], results: Sequence[Any]
     ) -> Array | tuple[Array | None, ...] | None:
+        del inputs
         counted = self._counted.get(site.indices)
         if not counted:
             return ends_of(results)

@@ -22,7 +22,6 @@ from jls._tools.origin.advice import (
     NORM_OVERFLOWS,
     WRITTEN,
     advise,
-    dtype_of,
     is_of_entropy,
 )
 from jls._tools.origin.case import (
@@ -30,8 +29,8 @@ from jls._tools.origin.case import (
     RESULTS,
     Bad,
     Case,
-    Recording,
     RecordedRun,
+    Recording,
     at_scale,
     read_case,
     record,
@@ -40,15 +39,7 @@ from jls._tools.origin.case import (
     settings,
 )
 from jls._tools.origin.measure import Size
-from jls._tools.origin.result import (
-    ARGUMENT,
-    CONSTANT,
-    DIVERGED,
-    FAR_TOO_LARGE,
-    IN_FLOAT32,
-    Birth,
-    Why,
-)
+from jls._tools.origin.result import ARGUMENT, CONSTANT, Birth, Why
 from jls._tools.origin.trail import Argument, FoundBirth, OpResult, Range, Trail
 from jls._tools.reading.arguments import items_of
 from jls._tools.reading.keep import argument_of
@@ -348,6 +339,7 @@ def explain(
         results=_names(found.bad),
         is_from_scale=is_from_scale,
         notes=tuple(filter(None, (diverged, note))),
+        is_early=bool(diverged),
     )
 
 
@@ -373,7 +365,8 @@ def _with_keep(case: Case, found: Why) -> Why:
     write = argument_of(keep) or "jls.calibrate finds the keep"
     return found._replace(
         births=tuple(x._replace(advice="") for x in found.births),
-        notes=(f"{IN_FLOAT32}: {write}", *found.notes),
+        notes=(f"In float32 this is finite: {write}", *found.notes),
+        is_early=True,
     )
 
 
@@ -396,12 +389,12 @@ def _diverged(case: Case, bad: list[Bad]) -> str:
     write = "Look at the learning rate, and go back to an older checkpoint"
     if not is_known:
         return (
-            f"{FAR_TOO_LARGE} {largest:.2g} ({name}). If that is a parameter, the "
+            f"What came in reaches {largest:.2g} ({name}). If that is a parameter, the "
             f"run diverged before. {write}"
         )
     return (
-        f"{DIVERGED} {largest:.2g} ({name}): the run diverged before, and no line "
-        f"is to blame. {write}"
+        f"The parameters that came in reach {largest:.2g} ({name}): the run diverged "
+        f"before, and no line is to blame. {write}"
     )
 
 
@@ -431,7 +424,7 @@ def birth_of(case: Case, trail: Trail, found: FoundBirth) -> Birth:
         operands=tuple(
             _magnitude(trail.size(x), kind) for x in found.operands if trail.is_known(x)
         ),
-        dtype=str(dtype_of(origin)),
+        dtype=str(origin.dtype),
         range=_ends(found.range),
         advice=NORM_OVERFLOWS
         if GRADIENTS in marks_of(site)
