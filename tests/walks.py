@@ -1,4 +1,4 @@
-"""The way of an object through the modules of jls, as `sys.setprofile` sees it."""
+"""The way of an object through the modules of jls, as `sys.settrace` sees it."""
 
 import sys
 from pathlib import Path
@@ -23,11 +23,12 @@ class Walk:
     def __init__(self, call):
         self.modules = []  # one for each stay
         self.calls = []  # the names of the functions
-        sys.setprofile(self._on_event)
+        before = sys.gettrace()
+        sys.settrace(self._on_call)
         try:
             call()
         finally:
-            sys.setprofile(None)
+            sys.settrace(before)
 
     def is_on_way(self, frame, event):
         raise NotImplementedError
@@ -38,12 +39,18 @@ class Walk:
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         return {name: frame.f_locals.get(name) for name in names}
 
+    def _on_call(self, frame, event, _):
+        if not is_of_jls(frame) or frame.f_code.co_name.startswith("<"):
+            return None
+        frame.f_trace_lines = False
+        return self._on_event(frame, event, None)
+
     def _on_event(self, frame, event, _):
-        is_way = event in ("call", "return") and is_of_jls(frame)
-        if not is_way or frame.f_code.co_name.startswith("<"):
-            return
-        if not self.is_on_way(frame, event):
-            return
+        if event in ("call", "return") and self.is_on_way(frame, event):
+            self._note(frame, event)
+        return self._on_event
+
+    def _note(self, frame, event):
         if event == "call":
             self.calls.append(frame.f_code.co_name)
             self._stay(frame)

@@ -18,7 +18,6 @@ from jls._state import how_to_nest
 from jls._text import format_number, listed, scale_in_words
 from jls._tools.origin.calibration import Calibration
 from jls._tools.origin.case import (
-    LOSS,
     RESULTS,
     Case,
     RecordedRun,
@@ -32,13 +31,7 @@ from jls._tools.origin.case import (
 )
 from jls._tools.origin.far_off import find_near
 from jls._tools.origin.kept import AGAIN, Forward, argument
-from jls._tools.origin.losses import (
-    MIN_OFF,
-    Losses,
-    both_ways,
-    find_built_up,
-    find_losses,
-)
+from jls._tools.origin.losses import MIN_OFF, Losses, both_ways, find_losses
 from jls._tools.origin.record import as_large_as
 from jls._tools.origin.result import place_in_words
 from jls._tools.origin.scalers import scalers_in
@@ -202,7 +195,7 @@ def _calibrated(
     if not (scaled.following or scaled.forward.half_operations):
         return _Found(found)
     scale = 1.0 if found.ceiling is None else found.init_scale
-    trail = Trail(scaled.twin(scaled.leaves(scale)))
+    trail = Trail(scaled.twin.recorded(scaled.leaves(scale)))
     kept = scaled.forward.kept(trail)
     if found.ceiling is not None:
         found = _with_shares(scaled, found, trail)
@@ -398,7 +391,7 @@ def _mended(scaled: ScaledStep) -> _Found | None:
         here = place_in_words(birth.place)
         notes.append(f"In half this line {makes}: {here}")
     if is_needed:
-        trail = Trail(scaled.twin(scaled.leaves(scale)))
+        trail = Trail(scaled.twin.recorded(scaled.leaves(scale)))
         kept = scaled.forward.kept(trail)
         notes.append(kept.note if {*kept.units} == {*units} else AGAIN)
     write = argument(keep)
@@ -413,22 +406,19 @@ def _with_losses(scaled: ScaledStep, found: _Found) -> _Found:
     """The result, with the lines that lose precision."""
     case, main, result = scaled.case, scaled.case.main, found.result
     if not any(is_half_atom(x) for frame in main.all() for x in frame.makers):
-        notes = (*result.notes, *Losses(0.0, ()).notes)
+        notes = (*result.notes, Losses().note)
         return found._replace(result=result._replace(notes=notes))
     forward = case.forward or set[Variable]()
     results = {x.variable: x.name for x in case.roots if x.role in RESULTS}
-    gradients = [
-        x.variable for x in case.roots if x.is_before_update and x.role != LOSS
-    ] or [x for x in results if x not in forward]
-    watched = {x.variable: "the loss" for x in case.roots if x.role == LOSS}
+    gradients = case.gradients or [x for x in results if x not in forward]
+    watched = dict.fromkeys(case.losses, _THE_LOSS)
     watched |= {x: name for x, name in results.items() if x in forward}
     both = both_ways(main, [*gradients, *watched], case.traced.options)
     leaves = scaled.leaves(_low_scale(scaled, result))
-    lost = find_losses(both, main, leaves, gradients)
-    built_up = find_built_up(both, main, leaves, watched)
-    notes = (*result.notes, *lost.notes, *filter(None, [built_up]))
+    lost = find_losses(both, main, leaves, gradients, watched)
+    notes = (*result.notes, *filter(None, (lost.note, lost.built_up)))
     result = result._replace(losses=lost.lines, notes=notes)
-    is_far = found.is_far or lost.error >= MIN_OFF or bool(built_up)
+    is_far = found.is_far or lost.error >= MIN_OFF or bool(lost.built_up)
     return found._replace(result=result, is_far=is_far)
 
 
@@ -437,15 +427,9 @@ def _nearer(scaled: ScaledStep, found: _Found) -> Calibration:
     case, result = scaled.case, found.result
     if result.keep is not None and scaled.is_needed:
         return result  # what leaves the range comes first
-    gradients, losses = list[Variable](), list[Variable]()
-    for root in case.roots:
-        if root.is_before_update:
-            (losses if root.role == LOSS else gradients).append(root.variable)
-    near = find_near(
-        case.main,
-        {_THE_LOSS: losses, "the gradients": gradients},
-        scaled.leaves(_low_scale(scaled, result)),
-    )
+    compared = {_THE_LOSS: case.losses, "the gradients": case.gradients}
+    leaves = scaled.leaves(_low_scale(scaled, result))
+    near = find_near(case.main, compared, leaves)
     if near is None:
         return result
     names = " and ".join(near.before)

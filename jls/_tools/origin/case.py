@@ -56,11 +56,6 @@ class Root(NamedTuple):
     group: int | None = None  # which call of a wrapper; None of a result
     scale: int | None = None  # the input that is the loss scale of the wrapper
 
-    @property
-    def is_before_update(self) -> bool:
-        """Whether the loss scale can affect it: not the new parameters."""
-        return self.role not in (NEW, *RESULTS)
-
 
 class Case(NamedTuple):
     """A function and its arguments, and what is read of its program."""
@@ -75,6 +70,8 @@ class Case(NamedTuple):
     reading: Reading
     parameters: list[Item]  # the arguments that may be some
     roots: list[Root]
+    losses: list[Variable]  # those roots that a wrapper checks
+    gradients: list[Variable]  # the others of them, but for the new parameters
     before_update: list[Variable]  # the roots that the loss scale can affect
     # The variables that the loss comes from; None if the loss is not known.
     forward: set[Variable] | None
@@ -95,6 +92,8 @@ def read_case(
     leaves = [arguments.leaves[i] for i in traced.inputs]
     items = _possible_parameters(arguments, scales)
     roots = list(_checked(reading, main, scales, items))
+    losses = [x.variable for x in roots if x.role == LOSS]
+    gradients = [x.variable for x in roots if x.role not in (LOSS, NEW)]
     roots += results if roots else _named(results, items)
     variables = [x.variable for x in roots]
     # With effects each program would print again.
@@ -112,8 +111,9 @@ def read_case(
         reading=reading,
         parameters=items,
         roots=roots,
-        before_update=[x.variable for x in roots if x.is_before_update]
-        or [x.variable for x in roots if x.role in RESULTS],
+        losses=losses,
+        gradients=gradients,
+        before_update=losses + gradients or [x.variable for x in results],
         forward=_forward_of(main, roots),
         recorded=recorded,
     )

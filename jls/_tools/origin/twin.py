@@ -59,6 +59,9 @@ class Twin:
       sized: variables whose size is asked for.
       following: variables that follow the loss scale; those of float16 are counted.
       options: of XLA, for which the user's function asks.
+
+    Attributes:
+      recorded: the program to run.
     """
 
     def __init__(
@@ -85,10 +88,6 @@ class Twin:
             if atom.aval.dtype == jnp.float16 and atom.aval.size:
                 key = frame.indices_of(index)
                 self._counted.setdefault(key, set()).add(result)
-
-    def __call__(self, inputs: Sequence[Any]) -> Records:
-        """One run, in float32."""
-        return self.recorded(inputs)
 
     def _record(
         self, site: Site, inputs: Sequence[Any], results: Sequence[Any]
