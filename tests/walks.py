@@ -1,4 +1,4 @@
-"""The way of an object through the modules of jls, as `sys.settrace` sees it."""
+"""The way of an object through the modules of jls, as `sys.setprofile` sees it."""
 
 import sys
 from pathlib import Path
@@ -23,12 +23,11 @@ class Walk:
     def __init__(self, call):
         self.modules = []  # one for each stay
         self.calls = []  # the names of the functions
-        before = sys.gettrace()
-        sys.settrace(self._on_call)
+        sys.setprofile(self._on_event)
         try:
             call()
         finally:
-            sys.settrace(before)
+            sys.setprofile(None)
 
     def is_on_way(self, frame, event):
         raise NotImplementedError
@@ -39,18 +38,12 @@ class Walk:
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         return {name: frame.f_locals.get(name) for name in names}
 
-    def _on_call(self, frame, event, _):
-        if not is_of_jls(frame) or frame.f_code.co_name.startswith("<"):
-            return None
-        frame.f_trace_lines = False
-        return self._on_event(frame, event, None)
-
     def _on_event(self, frame, event, _):
-        if event in ("call", "return") and self.is_on_way(frame, event):
-            self._note(frame, event)
-        return self._on_event
-
-    def _note(self, frame, event):
+        is_way = event in ("call", "return") and is_of_jls(frame)
+        if not is_way or frame.f_code.co_name.startswith("<"):
+            return
+        if not self.is_on_way(frame, event):
+            return
         if event == "call":
             self.calls.append(frame.f_code.co_name)
             self._stay(frame)
