@@ -188,10 +188,11 @@ def _calibrated(
     scaled: ScaledStep, seen: PrecisionReport, bounds: tuple[float, float] | None
 ) -> _Found:
     """The loss scale, and what has to stay float32."""
-    found, too_low = Calibration(1.0, notes=(_why_none(scaled, seen),)), ""
-    found = found._replace(write=seen.write)
     if scaled.following:
         found, too_low = _ceiling(scaled, bounds)
+    else:
+        notes, too_low = (_why_none(scaled, seen),), ""
+        found = Calibration(1.0, notes=notes, write=seen.write)
     if not (scaled.following or scaled.forward.half_operations):
         return _Found(found)
     scale = 1.0 if found.ceiling is None else found.init_scale

@@ -30,7 +30,7 @@ from jls._program.frames import Frame, Variable, behind
 from jls._program.jaxprs import is_inexact_atom, is_literal
 from jls._program.primitives import primitive_of
 from jls._program.recorder import Recorder, fast_compile_options
-from jls._program.records import Records, Tree
+from jls._program.records import Records
 from jls._program.replay import Watched
 from jls._tools.origin.measure import ends_of, in_float32, own_ends_of
 
@@ -106,17 +106,12 @@ class RecordedProgram:
     def __call__(self, inputs: Sequence[Any], compiled: bool = True) -> Records:
         """One run; without `compiled` one operation at a time."""
         found = self._recorder(inputs, compiled=compiled)
-        self._bring_to_float32(found.tree)
+        self._bring_to_float32(found)
         return found._replace(only=self.landmarks)
 
-    def _bring_to_float32(self, tree: Tree) -> None:
+    def _bring_to_float32(self, records: Records) -> None:
         """Replaces the records in their own dtypes by ends."""
-        places = []
-        for indices in self._dtypes:
-            inside = tree
-            for index in indices[:-1]:
-                inside = inside[index]
-            places.append((inside, indices[-1]))
+        places = [(records.at(x[:-1]), x[-1]) for x in self._dtypes]
         keys = [key for inside, index in places for key in inside[index]]
         dtypes = [dtype for every in self._dtypes.values() for dtype in every]
         found, start = in_float32(keys, dtypes), 0
