@@ -150,6 +150,17 @@ def test_the_product_that_brings_a_step_far_off_is_named_with_its_keep(name):
     assert "min_scale" not in text
 
 
+def test_a_scale_that_cannot_come_down_is_no_news_beside_a_keep():
+    """With it the step has another ceiling."""
+    scaler = jls.dynamic(2.0**24, min_scale=2.0**24)
+    optimizer = jls.loss_scaled(optax.sgd(0.1), scaler)
+    step = jls.train_step(in_a_function, optimizer, compute_dtype=jnp.float16)
+    found = jls.calibrate(jax.jit(step), PARAMS, optimizer.init(PARAMS), 10 * X)
+    assert found.keep
+    assert found.notes[0].startswith("This step is far off in half precision: ")
+    assert "min_scale" not in str(found)
+
+
 def all_in_one(params, x):
     phases = 2 * jnp.pi * x @ BASIS
     h = jnp.concatenate([jnp.sin(phases), jnp.cos(phases)], -1)

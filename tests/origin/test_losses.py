@@ -96,12 +96,12 @@ def test_no_line_of_a_right_program_stands_out(name, dtype):
 
 def test_the_words_say_how_far_off_and_how_much_of_it_is_gone():
     line = PrecisionLoss(Place("sub"), 300.0, 0.1, 0.9)
-    (note,) = Losses(0.0644, (line,)).notes
+    note = Losses(0.0644, (line,)).note
     assert note == (
         "The gradients are 6.44% off those of float32. With the line below as in "
         "float32, 90% of that is gone"
     )
-    (note,) = Losses(15.868, (line, line._replace(gain=0.2))).notes
+    note = Losses(15.868, (line, line._replace(gain=0.2))).note
     assert note == (
         "The gradients are 15.9 times their size off those of float32. With each of "
         "the lines below as in float32, 90%, 20% of that is gone"
@@ -252,8 +252,9 @@ def test_sum_that_float32_does_not_know_either_is_not_named():
 
 def test_find_losses_without_half_precision():
     both, root, _ = errors_of(lambda x: x * 3, normal(0, 3))
-    found = find_losses(both, root, [normal(0, 3)], [(root, root.jaxpr.outvars[0])])
-    assert found == (0.0, ())
+    gradients = [(root, root.jaxpr.outvars[0])]
+    found = find_losses(both, root, [normal(0, 3)], gradients, {})
+    assert found == Losses()
 
 
 def test_gradients_that_are_not_finite_are_said():

@@ -15,7 +15,7 @@ from test_lines import names_the_marked_line
 import jls
 from jls._program.places import is_transposed
 from jls._tools.origin import record, regions
-from jls._tools.origin.calibrate import read_search
+from jls._tools.origin.calibrate import read_scaled
 from jls._tools.origin.case import read_case
 
 pytestmark = pytest.mark.standard_promotion
@@ -145,19 +145,19 @@ def test_the_twin_records_of_the_backward_pass_what_follows_the_scale():
     optimizer = jls.loss_scaled(optax.sgd(0.1))
     step = jls.train_step(loss_fn, optimizer)
     args = jnp.eye(4), optimizer.init(jnp.eye(4)), jnp.ones((2, 4))
-    search = read_search(read_case("jls.calibrate", jax.jit(step), args, {}))
+    scaled = read_scaled(read_case("jls.calibrate", jax.jit(step), args, {}))
     sites = [
         frame.site_of(index)
         for frame, index in (
             (frame, index)
-            for frame in search.case.main.all()
+            for frame in scaled.case.main.all()
             for index in range(len(frame.jaxpr.eqns))
         )
     ]
     backward = {x.indices for x in sites if is_transposed(x)}
     following = {
         (*frame.site.indices, frame.makers[atom].position)
-        for frame, atom in search.following
+        for frame, atom in scaled.following
     }
-    assert search.twin.operations & backward == following & backward
-    assert search.twin.operations - backward
+    assert scaled.twin.recorded.operations & backward == following & backward
+    assert scaled.twin.recorded.operations - backward

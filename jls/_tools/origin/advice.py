@@ -114,7 +114,7 @@ def advise(trail: Trail, birth: FoundBirth, is_backward: bool) -> str:
     assert isinstance(origin, OpResult)
     words = _words(trail, birth, origin, is_backward)
     words = words or _overflow(origin, birth)
-    return _for_dtype(words, dtype_of(origin))
+    return _for_dtype(words, origin.dtype)
 
 
 def _words(trail: Trail, birth: FoundBirth, origin: OpResult, is_backward: bool) -> str:
@@ -179,7 +179,7 @@ def _of_arc(name: str) -> str:
 
 def _overflow(origin: OpResult, birth: FoundBirth) -> str:
     """A result beyond the largest number of its dtype."""
-    equation, dtype = origin.site.equation, dtype_of(origin)
+    equation, dtype = origin.site.equation, origin.dtype
     if equation.primitive.name == "gather" and birth.size.is_nan:
         return INDEX
     if not primitive_of(equation).can_overflow or not jnp.issubdtype(
@@ -198,11 +198,6 @@ def _overflow(origin: OpResult, birth: FoundBirth) -> str:
 def is_of_entropy(advice: str) -> bool:
     """Whether advice is on 0 times the logarithm of 0."""
     return advice.startswith(ENTROPY.partition("{")[0])
-
-
-def dtype_of(result: OpResult) -> Any:
-    """The dtype of a result."""
-    return result.site.equation.outvars[result.result].aval.dtype
 
 
 def _for_div(trail: Trail, birth: FoundBirth) -> str:
@@ -237,7 +232,7 @@ def _for_power(trail: Trail, birth: FoundBirth) -> str:
 
 def _for_exp(trail: Trail, birth: FoundBirth) -> str:
     assert isinstance(birth.origin, OpResult)
-    largest = float(jnp.finfo(dtype_of(birth.origin)).max)
+    largest = float(jnp.finfo(birth.origin.dtype).max)
     name = birth.origin.site.equation.primitive.name
     base = _LOG_OF_BASE.get(name, 1.0)
     return EXP.format(name=name, largest=largest, limit=math.log(largest) / base)

@@ -18,22 +18,20 @@ from jls._state import how_to_nest
 from jls._text import format_number, listed, scale_in_words
 from jls._tools.origin.calibration import Calibration
 from jls._tools.origin.case import (
-    LOSS,
     RESULTS,
     Case,
+    RecordedRun,
     Recording,
-    Run,
     at_scale,
-    forward_of,
     read_case,
     record,
     run,
     run_with_all_records,
     settings,
 )
-from jls._tools.origin.far_off import MIN_OFF, FarOff
-from jls._tools.origin.kept import AGAIN, OF_FLOAT16, Forward, HalfOperation, argument
-from jls._tools.origin.losses import Losses, both_ways, find_built_up, find_losses
+from jls._tools.origin.far_off import find_near
+from jls._tools.origin.kept import AGAIN, Forward, argument
+from jls._tools.origin.losses import MIN_OFF, Losses, both_ways, find_losses
 from jls._tools.origin.record import as_large_as
 from jls._tools.origin.result import place_in_words
 from jls._tools.origin.scalers import scalers_in
@@ -41,7 +39,6 @@ from jls._tools.origin.trail import OpResult, RunValue, Trail
 from jls._tools.origin.twin import Twin
 from jls._tools.origin.why import LOWEST_EXPONENT, birth_of, explain
 from jls._tools.reading.precision import PrecisionReport, look_at
-from jls._tools.reading.scales import is_switched_off
 from jls._tools.reading.slow import logging_if_slow
 from jls._tools.reading.widths import Widths
 
@@ -122,14 +119,14 @@ def calibrate(
     losses = _validate.flag("losses", losses)
     with settings(), logging_if_slow(_SLOW):
         case = read_case("jls.calibrate", step, args, kwargs)
-        search = read_search(case)
-        scale = case.scales[search.at]
-        seen = look_at(case.reading, case.main, [] if search.is_off else [scale])
+        scaled = read_scaled(case)
+        seen = look_at(case.reading, case.main, [case.scales[i] for i in case.live])
         bounds = _bounds(step, (args, kwargs))
-        found = _mended(search) or _calibrated(search, seen, bounds)
+        found = _mended(scaled) or _calibrated(scaled, seen, bounds)
         if losses:
-            found = _with_losses(search, found)
-        return found._replace(precision=seen.precision, half=seen.headline)
+            found = _with_losses(scaled, found)
+        result = _nearer(scaled, found) if found.is_far else found.result
+        return result._replace(precision=seen.precision, half=seen.headline)
 
 
 _SLOW = (
@@ -138,7 +135,7 @@ _SLOW = (
 )
 
 
-class Search(NamedTuple):
+class ScaledStep(NamedTuple):
     """A step and the loss scale that is looked for."""
 
     case: Case
@@ -148,18 +145,17 @@ class Search(NamedTuple):
     is_needed: bool  # whether a result in a narrow dtype depends on it
     following: list[Variable]  # those that double with it
     forward: Forward
-    half_operations: list[HalfOperation]
     twin: Twin
 
     def leaves(self, scale: float) -> list[Any]:
         """The inputs at a loss scale."""
         return at_scale(self.case.leaves, [self.at], scale)
 
-    def run(self, scale: float, program: Recording | None = None) -> Run:
+    def run(self, scale: float, program: Recording | None = None) -> RecordedRun:
         return run(self.case, self.leaves(scale), program)
 
 
-def read_search(case: Case) -> Search:
+def read_scaled(case: Case) -> ScaledStep:
     """Reads what depends on the loss scale of a step."""
     at = _the_scale(case)
     now = float(np.max(case.leaves[at]))
@@ -173,76 +169,88 @@ def read_search(case: Case) -> Search:
         if is_new and variable in on_the_way and value.depends >> at & 1:
             depends.append((variable, value))
     following = [variable for variable, value in depends if _follows(value)]
-    forward = Forward(case.main, forward_of(case))
-    half_operations = forward.half_operations()
-    sized = {(x.frame, atom) for x in half_operations for atom in x.half}
+    forward = Forward(case.main, case.forward)
+    sized = {(x.frame, atom) for x in forward.half_operations for atom in x.half}
     twin = Twin(case.main, sized & on_the_way, following, case.traced.options)
-    is_off = is_switched_off(now, case.scales[at])
-    return Search(
-        case, at, now, is_off, bool(depends), following, forward, half_operations, twin
-    )
+    is_off = at not in case.live
+    return ScaledStep(case, at, now, is_off, bool(depends), following, forward, twin)
+
+
+class _Found(NamedTuple):
+    """A result, and what is known of it beside."""
+
+    result: Calibration
+    is_far: bool = False  # whether the step may be far off float32
+    hints: tuple[str, ...] = ()  # the notes that hold unless it is
 
 
 def _calibrated(
-    search: Search, seen: PrecisionReport, bounds: tuple[float, float] | None
-) -> Calibration:
+    scaled: ScaledStep, seen: PrecisionReport, bounds: tuple[float, float] | None
+) -> _Found:
     """The loss scale, and what has to stay float32."""
-    found = Calibration(1.0, notes=(_why_none(search, seen),), write=seen.write)
-    if search.following:
-        found = _ceiling(search, bounds)
-    if not (search.following or search.half_operations):
-        return found
+    if scaled.following:
+        found, too_low = _ceiling(scaled, bounds)
+    else:
+        notes, too_low = (_why_none(scaled, seen),), ""
+        found = Calibration(1.0, notes=notes, write=seen.write)
+    if not (scaled.following or scaled.forward.half_operations):
+        return _Found(found)
     scale = 1.0 if found.ceiling is None else found.init_scale
-    trail = Trail(search.twin(search.leaves(scale)))
-    kept = search.forward.kept(trail, search.half_operations)
+    trail = Trail(scaled.twin.recorded(scaled.leaves(scale)))
+    kept = scaled.forward.kept(trail)
     if found.ceiling is not None:
-        found = _with_shares(search, found, trail)
-    elif search.following:
-        found = found._replace(notes=(_why_no_ceiling(search, trail, kept.keep),))
+        found = _with_shares(scaled, found, trail)
+    elif scaled.following:
+        found = found._replace(notes=(_why_no_ceiling(scaled, trail, kept.keep),))
     write = kept.write
-    if kept.keep is None or not search.following:
+    if kept.keep is None or not scaled.following:
         write = "\n".join(filter(None, (found.write, kept.write)))
     notes = tuple(filter(None, (*found.notes, kept.note)))
     found = found._replace(notes=notes, write=write, keep=kept.keep)
-    is_low = found.ceiling is not None and bounds and bounds[0] > found.ceiling
-    if is_low or search.forward.has_vanished(trail, search.half_operations):
-        return _nearer(search, found)
-    return found
+    is_far = bool(too_low) or scaled.forward.has_vanished(trail)
+    hints = too_low, "" if scaled.forward.has_float16 else kept.note
+    return _Found(found, is_far, hints)
 
 
 # The ceiling.
 
 
-def _ceiling(search: Search, bounds: tuple[float, float] | None) -> Calibration:
-    """The largest power of two that is finite, unless all are; and where to start."""
+def _ceiling(
+    scaled: ScaledStep, bounds: tuple[float, float] | None
+) -> tuple[Calibration, str]:
+    """The largest power of two that is finite, unless all are; and where to start.
+
+    And the note, if there is one, that the scaler cannot come down to it.
+    """
     exponents = range(LOWEST_EXPONENT + 1, _HIGHEST_EXPONENT + 1)
     count = bisect.bisect_left(
-        exponents, True, key=lambda x: bool(search.run(2.0**x).bad)
+        exponents, True, key=lambda x: bool(scaled.run(2.0**x).bad)
     )
     if count == len(exponents):
-        return Calibration(search.now)
+        return Calibration(scaled.now), ""
     ceiling = 2.0 ** (exponents[count] - 1)
     init_scale, about_start = _start(bounds, ceiling)
-    limit, about_limit = _limit(search, ceiling)
-    write = "" if init_scale == search.now else _line(search, init_scale)
-    notes = _about_now(search, ceiling), about_start, about_limit
-    return Calibration(init_scale, ceiling, limit, notes=notes, write=write)
+    limit, about_limit = _limit(scaled, ceiling)
+    write = "" if init_scale == scaled.now else _line(scaled, init_scale)
+    notes = _about_now(scaled, ceiling), about_start, about_limit
+    found = Calibration(init_scale, ceiling, limit, notes=notes, write=write)
+    return found, about_start if bounds and bounds[0] > ceiling else ""
 
 
-def _limit(search: Search, ceiling: float) -> tuple[Place | None, str]:
+def _limit(scaled: ScaledStep, ceiling: float) -> tuple[Place | None, str]:
     """The place that overflows first above the ceiling, and what to do."""
-    above = search.run(2 * ceiling)
+    above = scaled.run(2 * ceiling)
     for only_first in (True, False):
-        trail, program = run_with_all_records(search.case, above, only_first)
-        below = search.run(ceiling, program).trail
-        for birth in trail.births(above.values):
+        closely = run_with_all_records(scaled.case, above, only_first)
+        below = scaled.run(ceiling, closely.program).trail
+        for birth in closely.births:
             op = birth.origin
             # A birth there may be one at the ceiling too.
             if not isinstance(op, OpResult) or below.is_bad(
                 RunValue(op.frame, op.site.equation.outvars[op.result], op.iterations)
             ):
                 continue
-            first = birth_of(search.case, trail, birth, forward_of(search.case))
+            first = birth_of(scaled.case, closely.trail, birth)
             # The loss scale itself, cast to the dtype of the loss by jls.
             is_scale = first.operands == (2 * ceiling,)
             is_number = op.site.equation.outvars[op.result].aval.shape == ()
@@ -260,7 +268,7 @@ def _start(bounds: tuple[float, float] | None, ceiling: float) -> tuple[float, s
     low, high = bounds
     if low > ceiling:
         return half, (
-            f"{_TOO_LOW}{scale_in_words(low)} is over the ceiling: "
+            f"The scaler's min_scale of {scale_in_words(low)} is over the ceiling: "
             "from there it cannot come down. Give it a far lower one, such as "
             f"min_scale={format_number(half / 2**10)}"
         )
@@ -272,43 +280,40 @@ def _start(bounds: tuple[float, float] | None, ceiling: float) -> tuple[float, s
     return max(half, low), ""
 
 
-_TOO_LOW = "The scaler's min_scale of "
-
-
-def _about_now(search: Search, ceiling: float) -> str:
-    if search.is_off:
+def _about_now(scaled: ScaledStep, ceiling: float) -> str:
+    if scaled.is_off:
         return (
             "jls.skip_nonfinite does not scale the loss, and a scale that is set "
             "there never comes down. In float16 use jls.loss_scaled"
         )
-    if search.now <= ceiling:
+    if scaled.now <= ceiling:
         return ""
-    if math.isinf(search.now):  # of a state that is kept in float16
+    if math.isinf(scaled.now):  # of a state that is kept in float16
         return "The scale is inf now"
     return (
-        f"The scale is {scale_in_words(search.now)} now, "
-        f"{scale_in_words(search.now / ceiling)} times too high for this batch"
+        f"The scale is {scale_in_words(scaled.now)} now, "
+        f"{scale_in_words(scaled.now / ceiling)} times too high for this batch"
     )
 
 
-def _line(search: Search, scale: float) -> str:
+def _line(scaled: ScaledStep, scale: float) -> str:
     """The line that sets the scale."""
-    name = search.case.scales[search.at].path[0]
+    name = scaled.case.scales[scaled.at].path[0]
     name = name if name.isidentifier() else "opt_state"
-    result = "" if name in search.case.arguments.in_place else f"{name} = "
+    result = "" if name in scaled.case.arguments.in_place else f"{name} = "
     return f"{result}jls.set_loss_scale({name}, {format_number(scale)})"
 
 
-def _with_shares(search: Search, found: Calibration, trail: Trail) -> Calibration:
+def _with_shares(scaled: ScaledStep, found: Calibration, trail: Trail) -> Calibration:
     """The same with what float16 loses of what follows the scale.
 
     Args:
-      search: the step.
+      scaled: the step.
       found: its scale.
       trail: of a run of the twin at that scale.
     """
     scale, records = found.init_scale, trail.records
-    every = [search.twin.cotangent(records, x, scale) for x in search.following]
+    every = [scaled.twin.cotangent(records, x, scale) for x in scaled.following]
     cotangents = tuple(x for x in every if x is not None)
     shares: dict[Place, float] = {}
     for x in cotangents:
@@ -318,19 +323,19 @@ def _with_shares(search: Search, found: Calibration, trail: Trail) -> Calibratio
     return found._replace(cotangents=cotangents, vanishing=vanishing)
 
 
-def _why_no_ceiling(search: Search, trail: Trail, keep: Any) -> str:
+def _why_no_ceiling(scaled: ScaledStep, trail: Trail, keep: Any) -> str:
     """Why no loss scale overflows; `trail` is of a run of the twin."""
     if keep is not None:
         return _OVERFLOWS
-    if search.case.scales[search.at].counters and not search.case.reading.checked:
+    if scaled.case.scales[scaled.at].counters and not scaled.case.reading.checked:
         return _NO_UPDATE
-    sizes = (search.twin.largest(trail.records, x) for x in search.following)
+    sizes = (scaled.twin.largest(trail.records, x) for x in scaled.following)
     return _NO_CEILING if any(sizes) else _ALL_ZERO
 
 
-def _why_none(search: Search, seen: PrecisionReport) -> str:
+def _why_none(scaled: ScaledStep, seen: PrecisionReport) -> str:
     """Why no loss scale is needed."""
-    if search.case.reading.flow.narrow:
+    if scaled.case.reading.flow.narrow:
         return (
             "No loss scale is needed, or the loss is not scaled: the step has "
             "float16 in it, but none of it follows the loss scale. jls.check_step "
@@ -343,13 +348,13 @@ def _why_none(search: Search, seen: PrecisionReport) -> str:
         "which no gradient vanishes"
     )
     skips = "jls.skip_nonfinite skips bad steps without one"
-    return note if search.is_off else f"{note}. {skips}"
+    return note if scaled.is_off else f"{note}. {skips}"
 
 
 # Steps that are finite at no loss scale.
 
 
-def _mended(search: Search) -> Calibration | None:
+def _mended(scaled: ScaledStep) -> _Found | None:
     """The result for an autocast that makes inf or NaN at any loss scale.
 
     Returns:
@@ -358,20 +363,20 @@ def _mended(search: Search) -> Calibration | None:
     Raises:
       ValueError: if it is not finite, and no `keep` makes it so.
     """
-    case, is_needed = search.case, search.is_needed
+    case, is_needed = scaled.case, scaled.is_needed
     widths = Widths(case.main, case.before_update)
     scale = 2.0**LOWEST_EXPONENT if is_needed else 1.0
     if not (is_needed or widths.units):
         return None
     program = None if is_needed else record(case, at_roots=True)
-    if not search.run(scale, program).bad:
+    if not scaled.run(scale, program).bad:
         return None
     # As in `jls.why`. What else leaves the range, and is finite all the same, is found
     # by the next call.
-    units = widths.least(search.leaves(scale))
+    units = widths.least(scaled.leaves(scale))
     if not (units or is_needed):
         return None
-    found = explain(case, search.run(scale))
+    found = explain(case, scaled.run(scale))
     if not units:
         lowest, text = scale_in_words(scale), str(found).removeprefix("jls.why: ")
         raise ValueError(
@@ -379,7 +384,7 @@ def _mended(search: Search) -> Calibration | None:
             f"to {lowest}, so no scale mends it. {text}\n\n"
             "More: print(jls.why(step, ...)) with the same arguments."
         )
-    keep = search.forward.keep_of(units, widths.units)
+    keep = scaled.forward.keep_of(units, widths.units)
     infs = [x for x in found.births if x.kind == "inf"]
     notes = [_NEEDS_KEEP]
     for birth in [*infs, *found.births][:1]:
@@ -387,72 +392,64 @@ def _mended(search: Search) -> Calibration | None:
         here = place_in_words(birth.place)
         notes.append(f"In half this line {makes}: {here}")
     if is_needed:
-        trail = Trail(search.twin(search.leaves(scale)))
-        kept = search.forward.kept(trail, search.half_operations)
+        trail = Trail(scaled.twin.recorded(scaled.leaves(scale)))
+        kept = scaled.forward.kept(trail)
         notes.append(kept.note if {*kept.units} == {*units} else AGAIN)
     write = argument(keep)
-    return Calibration(search.now, notes=tuple(notes), write=write, keep=keep)
+    result = Calibration(scaled.now, notes=tuple(notes), write=write, keep=keep)
+    return _Found(result)
 
 
 # Which lines lose precision.
 
 
-def _with_losses(search: Search, result: Calibration) -> Calibration:
+def _with_losses(scaled: ScaledStep, found: _Found) -> _Found:
     """The result, with the lines that lose precision."""
-    case, main = search.case, search.case.main
+    case, main, result = scaled.case, scaled.case.main, found.result
     if not any(is_half_atom(x) for frame in main.all() for x in frame.makers):
-        notes = (*result.notes, *Losses(0.0, ()).notes)
-        return result._replace(notes=notes)
-    forward = forward_of(case) or set[Variable]()
+        notes = (*result.notes, Losses().note)
+        return found._replace(result=result._replace(notes=notes))
+    forward = case.forward or set[Variable]()
     results = {x.variable: x.name for x in case.roots if x.role in RESULTS}
-    gradients = [
-        x.variable for x in case.roots if x.is_before_update and x.role != LOSS
-    ] or [x for x in results if x not in forward]
-    watched = {x.variable: "the loss" for x in case.roots if x.role == LOSS}
+    gradients = case.gradients or [x for x in results if x not in forward]
+    watched = dict.fromkeys(case.losses, _THE_LOSS)
     watched |= {x: name for x, name in results.items() if x in forward}
     both = both_ways(main, [*gradients, *watched], case.traced.options)
-    leaves = search.leaves(_low_scale(search, result))
-    found = find_losses(both, main, leaves, gradients)
-    built_up = find_built_up(both, main, leaves, watched)
-    notes = (*result.notes, *found.notes, *filter(None, [built_up]))
-    result = result._replace(losses=found.lines, notes=notes)
-    is_off = found.error >= MIN_OFF or built_up
-    return _nearer(search, result) if is_off else result
+    leaves = scaled.leaves(_low_scale(scaled, result))
+    lost = find_losses(both, main, leaves, gradients, watched)
+    notes = (*result.notes, *filter(None, (lost.note, lost.built_up)))
+    result = result._replace(losses=lost.lines, notes=notes)
+    is_far = found.is_far or lost.error >= MIN_OFF or bool(lost.built_up)
+    return found._replace(result=result, is_far=is_far)
 
 
-def _nearer(search: Search, result: Calibration) -> Calibration:
+def _nearer(scaled: ScaledStep, found: _Found) -> Calibration:
     """The result, with the `keep` of the products that bring it far off float32."""
-    case = search.case
-    is_known = any(note.startswith(_FAR_OFF) for note in result.notes)
-    if is_known or (result.keep is not None and search.is_needed):
+    case, result = scaled.case, found.result
+    if result.keep is not None and scaled.is_needed:
         return result  # what leaves the range comes first
-    gradients, losses = list[Variable](), list[Variable]()
-    for root in case.roots:
-        if root.is_before_update:
-            (losses if root.role == LOSS else gradients).append(root.variable)
-    far = FarOff(case.main, {_THE_LOSS: losses, "the gradients": gradients})
-    found = far.find(search.leaves(_low_scale(search, result)))
-    if found is None:
+    compared = {_THE_LOSS: case.losses, "the gradients": case.gradients}
+    leaves = scaled.leaves(_low_scale(scaled, result))
+    near = find_near(case.main, compared, leaves)
+    if near is None:
         return result
-    names = " and ".join(found.before)
+    names = " and ".join(near.before)
     are = "is" if names == _THE_LOSS else "are"
-    before, after = (_percents(x.values()) for x in (found.before, found.after))
-    text = f"{_FAR_OFF}{names} {are} {before} off float32"
-    here = listed([place_in_words(x) for x in found.lines])
-    keep, write, then = result.keep, "", [AGAIN] if search.is_needed else []
-    if found.units:
-        every = list(dict.fromkeys(x.unit for x in far.units))
-        keep = search.forward.keep_of(found.units, every)
+    before, after = (_percents(x.values()) for x in (near.before, near.after))
+    text = f"This step is far off in half precision: {names} {are} {before} off float32"
+    here = listed([place_in_words(x) for x in near.lines])
+    keep, write, then = result.keep, "", [AGAIN] if scaled.is_needed else []
+    if near.units:
+        keep = scaled.forward.keep_of(near.units, near.every)
         text += f"; with this `keep`, {after}. It is for the product at {here}"
         write = argument(keep)
-    elif len(found.lines) == len(far.units):
+    elif len(near.lines) == len(near.every):
         text += f"; with {here} in float32, {after}. There is no other product"
         write, then = "jls.train_step(...), without compute_dtype= or autocast", []
     else:
         text += f"; with the product at {here} in float32, {after}"
         write = 'with jax.named_scope("wide"): around it, and keep="wide"'
-    others = [x for x in result.notes if not x.startswith((_TOO_LOW, OF_FLOAT16))]
-    notes = (text, *then, *others)
+    notes = (text, *then, *(x for x in result.notes if x not in found.hints))
     return result._replace(notes=notes, keep=keep, write=write)
 
 
@@ -460,14 +457,14 @@ def _percents(shares: Iterable[float]) -> str:
     return " and ".join("under 1 %" if x < 0.01 else f"{100 * x:.0f} %" for x in shares)
 
 
-_FAR_OFF, _THE_LOSS = "This step is far off in half precision: ", "the loss"
+_THE_LOSS = "the loss"
 
 
-def _low_scale(search: Search, result: Calibration) -> float:
+def _low_scale(scaled: ScaledStep, result: Calibration) -> float:
     """A loss scale at which no gradient overflows, though each is rounded."""
     largest = max((x.largest for x in result.cotangents), default=0.0)
     if result.ceiling is None or not largest:
-        return search.now if result.ceiling is None else result.init_scale
+        return scaled.now if result.ceiling is None else result.init_scale
     room = float(np.finfo(np.float16).max) / largest / 4
     return min(result.init_scale, 2.0 ** math.floor(math.log2(room)))
 

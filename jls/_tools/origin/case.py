@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jls import _scopes, _validate
+from jls import _scopes
 from jls._program.frames import Frame, Variable, behind
 from jls._program.jaxprs import effects_of, is_inexact_atom, is_literal
 from jls._program.places import is_transposed
@@ -23,11 +23,11 @@ from jls._scopes import marks_of
 from jls._text import describe, join
 from jls._tools.origin import regions
 from jls._tools.origin.record import RecordedProgram, both
-from jls._tools.origin.trail import LostError, RunValue, Trail
+from jls._tools.origin.trail import FoundBirth, LostError, RunValue, Trail
 from jls._tools.reading.arguments import Arguments, Item, open_call
 from jls._tools.reading.flow import THROUGH_BACKWARD, THROUGH_UPDATE
 from jls._tools.reading.reading import Reading, is_a_result
-from jls._tools.reading.scales import Scale, scales_in
+from jls._tools.reading.scales import Scale, is_switched_off, scales_in
 from jls._tools.reading.trace import ALL, READS, Traced, trace
 from jls._tree import is_array
 
@@ -56,11 +56,6 @@ class Root(NamedTuple):
     group: int | None = None  # which call of a wrapper; None of a result
     scale: int | None = None  # the input that is the loss scale of the wrapper
 
-    @property
-    def is_before_update(self) -> bool:
-        """Whether the loss scale can affect it: not the new parameters."""
-        return self.role not in (NEW, *RESULTS)
-
 
 class Case(NamedTuple):
     """A function and its arguments, and what is read of its program."""
@@ -71,15 +66,16 @@ class Case(NamedTuple):
     main: Frame
     leaves: list[Any]  # the inputs of the program
     scales: dict[int, Scale]  # by the input that is the number
+    live: list[int]  # those inputs, without what `jls.skip_nonfinite` keeps
     reading: Reading
+    parameters: list[Item]  # the arguments that may be some
     roots: list[Root]
+    losses: list[Variable]  # those roots that a wrapper checks
+    gradients: list[Variable]  # the others of them, but for the new parameters
+    before_update: list[Variable]  # the roots that the loss scale can affect
+    # The variables that the loss comes from; None if the loss is not known.
+    forward: set[Variable] | None
     recorded: RecordedProgram
-
-    @property
-    def before_update(self) -> list[Variable]:
-        """The roots that the loss scale can affect."""
-        checked = [x.variable for x in self.roots if x.is_before_update]
-        return checked or [x.variable for x in self.roots if x.role in RESULTS]
 
 
 def read_case(
@@ -93,17 +89,34 @@ def read_case(
     }
     reading = Reading(traced, list(scales.values()))
     results = _results(traced, main, reading)
-    items = possible_parameters(arguments, scales)
+    leaves = [arguments.leaves[i] for i in traced.inputs]
+    items = _possible_parameters(arguments, scales)
     roots = list(_checked(reading, main, scales, items))
+    losses = [x.variable for x in roots if x.role == LOSS]
+    gradients = [x.variable for x in roots if x.role not in (LOSS, NEW)]
     roots += results if roots else _named(results, items)
     variables = [x.variable for x in roots]
-    landmarks = regions.landmarks(main, variables, regions.FEW)
-    if effects_of(main.jaxpr):  # each program would print again
-        landmarks = None
+    # With effects each program would print again.
+    landmarks = None if effects_of(main.jaxpr) else regions.landmarks(main, variables)
     options = traced.options
     recorded = RecordedProgram(main, variables, only=landmarks, options=options)
-    leaves = [arguments.items[i].value for i in traced.inputs]
-    return Case(fun, arguments, traced, main, leaves, scales, reading, roots, recorded)
+    return Case(
+        fun=fun,
+        arguments=arguments,
+        traced=traced,
+        main=main,
+        leaves=leaves,
+        scales=scales,
+        live=[i for i, x in scales.items() if not is_switched_off(leaves[i], x)],
+        reading=reading,
+        parameters=items,
+        roots=roots,
+        losses=losses,
+        gradients=gradients,
+        before_update=losses + gradients or [x.variable for x in results],
+        forward=_forward_of(main, roots),
+        recorded=recorded,
+    )
 
 
 def trace_call(
@@ -111,8 +124,6 @@ def trace_call(
 ) -> tuple[Callable[..., Any], tuple[Any, ...], Arguments, Traced]:
     """The function and the arguments of a call, opened, and its program."""
     fun, args, arguments = open_call(tool, "call", fun, args, kwargs)
-    for item in arguments.items:
-        _validate.concrete(item.name, item.value)
     try:
         return fun, args, arguments, trace(fun, arguments, ALL)
     except READS as error:
@@ -211,7 +222,7 @@ def _named(results: list[Root], parameters: list[Item]) -> list[Root]:
     ]
 
 
-def possible_parameters(arguments: Arguments, scales: dict[int, Scale]) -> list[Item]:
+def _possible_parameters(arguments: Arguments, scales: dict[int, Scale]) -> list[Item]:
     """The arguments that may be parameters."""
     states = [x.path for x in scales.values()]
     return [
@@ -246,13 +257,13 @@ def _parameters_of(
     return found[0] if found and shapes else []
 
 
-def forward_of(case: Case) -> set[Variable] | None:
+def _forward_of(main: Frame, roots: Sequence[Root]) -> set[Variable] | None:
     """The variables that the loss comes from; None if the loss is not known."""
-    losses = [x.variable for x in case.roots if x.role in (LOSS, FORWARD)]
-    if not any(x.role in (LOSS, BACKWARD) for x in case.roots):
+    losses = [x.variable for x in roots if x.role in (LOSS, FORWARD)]
+    if not any(x.role in (LOSS, BACKWARD) for x in roots):
         return None
     if not losses:  # the gradient does not use it: it is computed and dropped
-        losses = list(case.main.unused(lambda x, i: not is_transposed(x.site_of(i))))
+        losses = list(main.unused(lambda x, i: not is_transposed(x.site_of(i))))
     return behind(losses, _before_update)
 
 
@@ -273,25 +284,29 @@ class Bad(NamedTuple):
     root: Root
 
 
-class Run(NamedTuple):
+Recording = Callable[[Sequence[Any]], Records]
+
+
+class RecordedRun(NamedTuple):
     """One run of a program."""
 
     leaves: list[Any]
     trail: Trail
     bad: list[Bad]
 
-    @property
-    def values(self) -> list[RunValue]:
-        return [x.value for x in self.bad]
+
+class CloseRun(NamedTuple):
+    """A run with records of all that the births of its bad values need."""
+
+    trail: Trail
+    births: list[FoundBirth]
+    program: Recording  # that was run
 
 
-Recording = Callable[[Sequence[Any]], Records]
-
-
-def run(case: Case, leaves: list[Any], program: Recording | None = None) -> Run:
+def run(case: Case, leaves: list[Any], program: Recording | None = None) -> RecordedRun:
     """One run, by default of `case.recorded`, and the roots that are not finite."""
     trail = Trail((program or case.recorded)(leaves))
-    return Run(leaves, trail, _bad_roots(case.roots, trail))
+    return RecordedRun(leaves, trail, _bad_roots(case.roots, trail))
 
 
 def _bad_roots(roots: Iterable[Root], trail: Trail) -> list[Bad]:
@@ -310,35 +325,31 @@ def _bad_roots(roots: Iterable[Root], trail: Trail) -> list[Bad]:
 
 
 def run_with_all_records(
-    case: Case, found: Run, only_first: bool = False
-) -> tuple[Trail, Recording]:
+    case: Case, found: RecordedRun, only_first: bool = False
+) -> CloseRun:
     """A run like this one in which the births of bad values are found.
 
     Args:
       case: the function.
       found: the run.
       only_first: whether one birth is enough.
-
-    Returns:
-      The run, and the program that was run.
     """
-    trail, values = found.trail, found.values
+    trail, values = found.trail, [x.value for x in found.bad]
     if trail.records.only is None:
-        return trail, case.recorded
+        return CloseRun(trail, trail.births(values), case.recorded)
     wanted = case.main.makers_of(behind(x.variable for x in case.roots))
-    where = regions.search(
-        trail, values, trail.records.only, wanted, regions.FEW, only_first
-    )
+    where = regions.search(trail, values, wanted, only_first)
     program: Recording = case.recorded
     if where.only:
         program = both(case.recorded, record(case, only=where.only, beside=False))
     closely = Trail(program(found.leaves), where.shortcuts)
     with contextlib.suppress(LostError):
-        if closely.births(values):
-            return closely, program
+        if births := closely.births(values):
+            return CloseRun(closely, births, program)
     # XLA has rounded the two programs differently.
     program = record(case)
-    return Trail(program(found.leaves)), program
+    trail = Trail(program(found.leaves))
+    return CloseRun(trail, trail.births(values), program)
 
 
 def at_scale(leaves: Sequence[Any], at: Collection[int], scale: float) -> list[Any]:

@@ -18,11 +18,11 @@ from jls._program.frames import Frame, Variable
 from jls._program.jaxprs import is_inexact_atom
 from jls._program.places import Place, place_of
 from jls._program.records import Records, key_of
+from jls._tools.origin.losses import MIN_OFF
 from jls._tools.origin.twin import sample_of
 from jls._tools.reading.keep import Unit, least, unit_of
 from jls._tools.reading.widths import makers, with_widths
 
-MIN_OFF = 0.1  # what is nearer to float32 is as half precision is
 _LEFT = 0.25  # of the error, at most, with a `keep` that helps
 _MOST = 1 / 3  # of the lines of products: more of them are rounding, and no place
 
@@ -34,84 +34,82 @@ class _Line(NamedTuple):
     place: Place  # without what differs between them
 
 
-class Found(NamedTuple):
+class Near(NamedTuple):
     """What brings a step near to float32."""
 
     before: Mapping[str, float]  # the errors of what is far off, by its name
     after: Mapping[str, float]  # with these in float32
     units: tuple[Unit, ...]  # for a `keep`; () if there is none that leaves others
     lines: tuple[Place, ...]  # of the products that are needed
+    every: tuple[Unit, ...]  # those of all products, once for each line
 
 
-class FarOff:
-    """A step with the width of its products as an argument, by line.
+def find_near(
+    main: Frame, results: Mapping[str, Sequence[Variable]], inputs: Sequence[Any]
+) -> Near | None:
+    """What brings a run near to float32; None if it is near, or nothing does.
 
     Args:
-      main: its frame.
+      main: the frame of a step.
       results: what is compared with float32, by name.
+      inputs: of the run.
     """
+    places = {name: makers(main, x) for name, x in results.items()}
+    around = {x for every in places.values() for x in every}
+    run = with_widths(main, around, _line, _sampled)
+    lines: list[_Line] = list(run.choices)
+    if not (lines and _is_readable(main, around)):
+        return None
 
-    def __init__(self, main: Frame, results: Mapping[str, Sequence[Variable]]) -> None:
-        self._makers_of = {name: makers(main, x) for name, x in results.items()}
-        frames = main.by_site()
-        around = {x for every in self._makers_of.values() for x in every}
-        self._run = with_widths(main, around, _line, _sampled)
-        self.units: list[_Line] = list(self._run.choices)
-        self._is_readable = all(
-            x.kind in ("call", "scan") or x.parent is None
-            for indices in around
-            for x in frames[indices[:-1]].around()
-        )
-        self._exact: dict[str, np.ndarray] = {}
-        self._most: dict[str, float] = {}
+    def samples(wide: Sequence[_Line]) -> dict[str, np.ndarray]:
+        records = run(inputs, wide)
+        return {name: _numbers(records, every) for name, every in places.items()}
 
-    def find(self, inputs: Sequence[Any]) -> Found | None:
-        """What brings a run near to float32; None if it is near, or nothing does.
+    exact = samples(lines)
 
-        Args:
-          inputs: of the program.
-        """
-        if not (self._is_readable and self.units):
-            return None
-        self._exact = self._samples(self._run(inputs, self.units))
-        errors = self._errors(self._run(inputs))
-        before = {name: x for name, x in errors.items() if x >= MIN_OFF}
-        if not before:
-            return None
-        self._most = {name: x * _LEFT for name, x in before.items()}
-        needed = least(self.units, lambda wide: self._holds(self._run(inputs, wide)))
-        if not needed or len(needed) > max(1, _MOST * len(self.units)):
-            return None
-        units = list(dict.fromkeys(x.unit for x in needed))
-        inside = [x for x in self.units if x.unit in units]
-        is_some = len(inside) < len(self.units)
-        records = self._run(inputs, inside if is_some else needed)
-        if not self._holds(records):
-            return None
-        errors = self._errors(records)
-        after = {name: errors[name] for name in before}
-        lines = tuple(x.place for x in needed)
-        return Found(before, after, tuple(units) if is_some else (), lines)
+    def errors(wide: Sequence[_Line]) -> dict[str, float]:
+        return {name: _error(x, exact[name]) for name, x in samples(wide).items()}
 
-    def _holds(self, records: Records) -> bool:
-        errors = self._errors(records)
-        return all(errors[name] <= most for name, most in self._most.items())
+    before = {name: x for name, x in errors(()).items() if x >= MIN_OFF}
 
-    def _samples(self, records: Records) -> dict[str, np.ndarray]:
-        return {
-            name: _numbers(records, places) for name, places in self._makers_of.items()
-        }
+    def holds(found: Mapping[str, float]) -> bool:
+        return all(found[name] <= _LEFT * x for name, x in before.items())
 
-    def _errors(self, records: Records) -> dict[str, float]:
-        """How far each result is off: the differences over the sizes."""
-        found = dict[str, float]()
-        for name, values in self._samples(records).items():
-            exact = self._exact[name]
-            is_known = np.isfinite(exact)
-            size = float(np.abs(exact[is_known]).sum())
-            apart = float(np.abs(values[is_known] - exact[is_known]).sum())
-            found[name] = apart / size if size else 0.0
-        return {name: np.inf if np.isnan(x) else x for name, x in found.items()}
+    needed = least(lines, lambda wide: holds(errors(wide))) if before else []
+    if not needed or len(needed) > max(1, _MOST * len(lines)):
+        return None
+    units = tuple(dict.fromkeys(x.unit for x in needed))
+    inside = [x for x in lines if x.unit in units]
+    is_some = len(inside) < len(lines)
+    after = errors(inside if is_some else needed)
+    if not holds(after):
+        return None
+    return Near(
+        before,
+        {name: after[name] for name in before},
+        units if is_some else (),
+        tuple(x.place for x in needed),
+        tuple(x.unit for x in lines),
+    )
+
+
+def _is_readable(main: Frame, places: Iterable[Indices]) -> bool:
+    """Whether only calls and scans are around these operations."""
+    frames = main.by_site()
+    return all(
+        x.kind in ("call", "scan") or x.parent is None
+        for indices in places
+        for x in frames[indices[:-1]].around()
+    )
+
+
+def _error(found: np.ndarray, exact: np.ndarray) -> float:
+    """How far a result is off: the differences over the sizes."""
+    is_known = np.isfinite(exact)
+    size = float(np.abs(exact[is_known]).sum())
+    apart = float(np.abs(found[is_known] - exact[is_known]).sum())
+    error = apart / size if size else 0.0
+    return np.inf if np.isnan(error) else error
 
 
 def _sampled(results: Sequence[Any]) -> tuple[Any, ...]:

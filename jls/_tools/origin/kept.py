@@ -8,6 +8,7 @@ half. A number beyond the range that is written in the program, such as a mask, 
 harm.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -61,6 +62,10 @@ class Forward:
     Args:
       main: the frame of the whole step.
       forward: the variables that the loss comes from; None if that is not known.
+
+    Attributes:
+      half_operations: those with values in half, or products that a cast makes half.
+      has_float16: whether something in it is float16 now.
     """
 
     def __init__(self, main: Frame, forward: set[Variable] | None) -> None:
@@ -80,12 +85,11 @@ class Forward:
             if frame in frames and FLOAT8 not in marks_of(site)
             for x in site.equation.outvars
         ]
-        self._has_half = any(map(is_half_atom, made))
-        self._has_float16 = any(map(is_narrow_atom, made))
-        self.is_cast = any(AUTOCAST in marks_of(site) for _, site in self._all)
+        self.has_float16 = any(map(is_narrow_atom, made))
+        self._is_cast = any(AUTOCAST in marks_of(site) for _, site in self._all)
+        self.half_operations = self._half_operations(any(map(is_half_atom, made)))
 
-    def half_operations(self) -> list[HalfOperation]:
-        """The operations with values in half, or products that a cast makes half."""
+    def _half_operations(self, has_half: bool) -> list[HalfOperation]:
         choice, found = Choice(jnp.float16, None), list[HalfOperation]()
         for frame, site in self._all:
             equation = site.equation
@@ -94,11 +98,11 @@ class Forward:
             half = list[Any]()
             # A reader of the result of a cast is touched by it. An autocast casts
             # outside of all scopes.
-            if self._has_half and name != "convert_element_type":
+            if has_half and name != "convert_element_type":
                 # What a choice leaves out does no harm, such as scores behind a mask.
                 given = () if name == "select_n" else operands
                 half = [x for x in (*given, *results) if is_half_atom(x)]
-            elif not self._has_half and name in PRODUCTS:
+            elif not has_half and name in PRODUCTS:
                 is_wide = choice.why_wide(site) is not None
                 half = [] if is_wide else [*filter(is_float32, operands), *results]
             if half:
@@ -106,44 +110,33 @@ class Forward:
                 found.append(HalfOperation(frame, site, half, floats))
         return found
 
-    def has_vanished(
-        self, trail: Trail, half_operations: Sequence[HalfOperation]
-    ) -> bool:
-        """Whether all that a product takes vanishes in float16.
-
-        Args:
-          trail: as for `kept`.
-          half_operations: those of this forward pass.
-        """
+    def has_vanished(self, trail: Trail) -> bool:
+        """Whether all that a product takes vanishes in float16, in such a run."""
         return any(
             0 < trail.size(value).finite <= _VANISHING
-            for x in half_operations
+            for x in self.half_operations
             if x.site.equation.primitive.name in PRODUCTS
             for atom in filter(is_narrow_atom, x.half)
             for value in trail.in_every_iteration(x.frame, atom)
         )
 
-    def kept(self, trail: Trail, half_operations: Sequence[HalfOperation]) -> Kept:
+    def kept(self, trail: Trail) -> Kept:
         """What has to stay float32.
 
         Args:
           trail: of a run in float32, with records of the values in half.
-          half_operations: those of this forward pass.
         """
-        known: dict[Variable, bool] = {}
 
+        @functools.cache
         def is_beyond(frame: Frame, atom: Any) -> bool:
-            if (frame, atom) not in known:
-                known[frame, atom] = _is_beyond(trail, frame, atom)
-            return known[frame, atom]
+            return _is_beyond(trail, frame, atom)
 
-        found = [
-            x for x in half_operations if any(is_beyond(x.frame, y) for y in x.half)
-        ]
+        every = self.half_operations
+        found = [x for x in every if any(is_beyond(x.frame, y) for y in x.half)]
         born = [x for x in found if not any(is_beyond(x.frame, y) for y in x.floats)]
-        return self._as_keep(_units(found), _units(born), _units(half_operations))
+        return self._as_keep(_units(found), _units(born))
 
-    def _as_keep(self, found: list[Unit], born: list[Unit], every: list[Unit]) -> Kept:
+    def _as_keep(self, found: list[Unit], born: list[Unit]) -> Kept:
         if not found:
             return Kept()
         names, first = (
@@ -152,14 +145,14 @@ class Forward:
         first = first or names[:1]
         others = [x for x in names if x not in first]
         note = f"Forward values leave the range of float16 in {listed(first)}"
-        if not self._has_float16:
-            note = f"{OF_FLOAT16}{listed(first)}"
+        if not self.has_float16:
+            note = f"In float16 forward values would be out of range in {listed(first)}"
         if others:
             note += f", and go on to {listed(others)}: `keep` has them all"
-        keep = self.keep_of(found, every)
-        if not self._has_float16:
+        keep = self.keep_of(found, _units(self.half_operations))
+        if not self.has_float16:
             return Kept(keep, note, argument(keep))
-        if self.is_cast:
+        if self._is_cast:
             return Kept(keep, f"{note}. {AGAIN}", argument(keep), tuple(found))
         return Kept(keep, f"{note}. Compute that in float32. {AGAIN}")
 
@@ -175,7 +168,6 @@ def _units(half_operations: Iterable[HalfOperation]) -> list[Unit]:
     return list(dict.fromkeys(unit_of(x.site) for x in half_operations))
 
 
-OF_FLOAT16 = "In float16 forward values would be out of range in "
 AGAIN = "Then call jls.calibrate again for the loss scale"
 
 

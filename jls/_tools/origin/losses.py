@@ -10,7 +10,15 @@ error of the gradients is gone?
 """
 
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +27,7 @@ import numpy as np
 from jax import Array
 
 from jls._program.alone import BOTH, Pair
-from jls._program.control import Site
+from jls._program.control import Indices, Site
 from jls._program.frames import Frame, Variable, behind
 from jls._program.jaxprs import (
     is_half_atom,
@@ -40,6 +48,7 @@ MOST = 10  # lines that are named; each is tried in a run of its own
 # has been rounded a few times stay far below.
 _MIN_FACTOR = 8.0
 _MIN_GAIN = 0.1  # of the gradients' error
+MIN_OFF = 0.1  # what is nearer to float32 is as half precision is
 # Float32 loses at the same places, and so much less as its unit is smaller. A number of
 # which it knows no digit, such as the gradient of a bias before a norm, is rounding.
 _UNIT_OF_FLOAT32 = 2.0**-24
@@ -66,28 +75,29 @@ class PrecisionLoss(NamedTuple):
 class Losses(NamedTuple):
     """The findings of one step and batch."""
 
-    error: float  # of the gradients, all together
-    lines: tuple[PrecisionLoss, ...]  # by the factor, the largest first
+    error: float = 0.0  # of the gradients, all together
+    lines: tuple[PrecisionLoss, ...] = ()  # by the factor, the largest first
+    built_up: str = ""  # a sentence on a result whose error builds up in a loop
 
     @property
-    def notes(self) -> tuple[str, ...]:
+    def note(self) -> str:
         """A sentence on the gradients of this batch."""
         if not math.isfinite(self.error):
             return (
                 "In half precision the gradients of this batch are not finite, so no "
-                "line that loses precision was looked for",
+                "line that loses precision was looked for"
             )
         if not self.error:
-            return ("No precision is lost: the gradients are those of float32",)
+            return "No precision is lost: the gradients are those of float32"
         size = f"{self.error:.2%}"
         if self.error >= 1:
             size = f"{self.error:.1f} times their size"
         text = f"The gradients are {size} off those of float32"
         if not self.lines:
-            return (f"{text}, and no line of the step stands out",)
+            return f"{text}, and no line of the step stands out"
         gains = ", ".join(f"{x.gain:.0%}" for x in self.lines)
         lines = "each of the lines below" if len(self.lines) > 1 else "the line below"
-        return (f"{text}. With {lines} as in float32, {gains} of that is gone",)
+        return f"{text}. With {lines} as in float32, {gains} of that is gone"
 
 
 def both_ways(
@@ -265,32 +275,47 @@ def find_losses(
     main: Frame,
     inputs: Sequence[Any],
     gradients: Sequence[Variable],
+    results: Mapping[Variable, str],
 ) -> Losses:
-    """The lines of a step that lose precision which its gradients miss.
+    """Where a step loses precision.
 
     Args:
       both: its program, both ways.
       main: its frame.
       inputs: of one call.
       gradients: what the error of a line is judged by.
+      results: of the forward pass, with their names: their error may build up.
     """
     errors = RelativeErrors(both(inputs))
+
+    def exact(places: Collection[Indices]) -> RelativeErrors:
+        return RelativeErrors(both(inputs, places))
+
     error = _of_all(errors, gradients)
+    lines = _lines(errors, exact, main, gradients, error)
+    return Losses(error, tuple(lines), _built_up(errors, exact, main, results))
+
+
+# The errors of a run in which these operations are as in float32.
+Exact = Callable[[Collection[Indices]], RelativeErrors]
+
+
+def _lines(
+    errors: RelativeErrors,
+    exact: Exact,
+    main: Frame,
+    gradients: Sequence[Variable],
+    error: float,
+) -> Iterator[PrecisionLoss]:
+    """The lines that lose precision which the gradients miss; `error` is of these."""
     units = [_unit(x) for frame in main.all() for x in frame.makers if is_half_atom(x)]
     if not units or not _MIN_FACTOR * min(units) / 2 < error < math.inf:
-        return Losses(error, ())
+        return
     growths: dict[Place, list[_Growth]] = {}
     for growth in _growths(errors, main, min(units)):
         growths.setdefault(_line_of(growth.site), []).append(growth)
     largest = {at: max(every, key=lambda x: x.factor) for at, every in growths.items()}
     order = sorted(largest, key=lambda at: -largest[at].factor)
-    found = []
-
-    def run(sites: Iterable[Site]) -> tuple[RelativeErrors, float]:
-        """The errors with these results as in float32, and what is gone of it."""
-        exact = RelativeErrors(both(inputs, {x.indices for x in sites}))
-        return exact, 1 - _of_all(exact, gradients) / error
-
     for at in order[:MOST]:
         # An operation that a backward pass computes again has another place.
         there = [
@@ -300,52 +325,41 @@ def find_losses(
             for growth in every
         ]
         one = largest[at]
-        exact, gain = run([growth.site for growth in there])
-        if one.error_in(exact) > one.error / 2:  # half has no numbers that are so small
-            _, gain = run([x for growth in there for x in growth.readers])
+        left = exact({growth.site.indices for growth in there})
+        if one.error_in(left) > one.error / 2:  # half has no numbers that are so small
+            left = exact({x.indices for growth in there for x in growth.readers})
+        gain = 1 - _of_all(left, gradients) / error
         if gain >= _MIN_GAIN:
-            found.append(PrecisionLoss(at, one.factor, one.error, gain))
-    return Losses(error, tuple(found))
+            yield PrecisionLoss(at, one.factor, one.error, gain)
 
 
-def find_built_up(
-    both: Recorder,
+def _built_up(
+    errors: RelativeErrors,
+    exact: Exact,
     main: Frame,
-    inputs: Sequence[Any],
     results: Mapping[Variable, str],
 ) -> str:
     """A sentence on a result whose error builds up in a loop; "" if there is none.
 
     From iteration to iteration it grows a little, so that no line stands out.
-
-    Args:
-      both: a program, both ways.
-      main: its frame.
-      inputs: of one call.
-      results: of the forward pass, with their names.
     """
-    errors = RelativeErrors(both(inputs))
     loops = [x for x in main.all() if x.is_loop and not is_transposed(x.site)]
     for variable, name in results.items():
         error = _of_all(errors, [variable])
-        if not _MIN_OFF <= error < math.inf:
+        if not MIN_OFF <= error < math.inf:
             continue
         found = behind([variable])
         for loop in loops:
             if not _builds_up(errors, loop, found):
                 continue
             inside = {frame.indices_of(index) for frame, index in loop.operations()}
-            exact = _of_all(RelativeErrors(both(inputs, inside)), [variable])
-            if exact < error / 2:
+            if _of_all(exact(inside), [variable]) < error / 2:
                 place = place_of(loop.site)._replace(module="")
                 return (
                     f"In half precision {name} is {_share(error)} off that of float32: "
                     f"the error builds up in the loop at {place_in_words(place)}"
                 )
     return ""
-
-
-_MIN_OFF = 0.1
 
 
 def _builds_up(
@@ -363,7 +377,7 @@ def _builds_up(
             before = every[..., -1:] if loop.is_reversed else every[..., :1]
         before = np.nanmax(np.fmax(before, _HALF_A_UNIT))
         last = np.nanmax(np.nan_to_num(every, nan=0.0))
-        if last >= max(_MIN_OFF, _MIN_FACTOR * before):
+        if last >= max(MIN_OFF, _MIN_FACTOR * before):
             return True
     return False
 

@@ -173,7 +173,7 @@ def _ends_of_double(x: Array) -> tuple[Array, Array]:
     return key(jnp.max(x)), key(jnp.min(x))
 
 
-def size_of(value: Any) -> Size:
+def size_of_constant(value: Any) -> Size:
     """The size of a constant, on the host."""
     if not (isinstance(value, float | complex) or is_inexact_atom(value)):
         return NOTHING

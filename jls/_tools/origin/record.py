@@ -30,7 +30,7 @@ from jls._program.frames import Frame, Variable, behind
 from jls._program.jaxprs import is_inexact_atom, is_literal
 from jls._program.primitives import primitive_of
 from jls._program.recorder import Recorder, fast_compile_options
-from jls._program.records import Records, Tree
+from jls._program.records import Records
 from jls._program.replay import Watched
 from jls._tools.origin.measure import ends_of, in_float32, own_ends_of
 
@@ -49,6 +49,11 @@ def as_large_as(equation: Any, result: int) -> Any | None:
     return None
 
 
+Record = Callable[
+    [Site, Sequence[Any], Sequence[Any]], Array | tuple[Array | None, ...] | None
+]
+
+
 class RecordedProgram:
     """A program with a record beside each operation that its roots depend on.
 
@@ -62,6 +67,8 @@ class RecordedProgram:
         Without them it is a closer look at what another program has found.
       options: of XLA, for which the user's function asks.
       arithmetic: how it is computed.
+      record: makes the record of an operation, from its site, operands and results;
+        by default of the ends of its results.
     """
 
     def __init__(
@@ -73,7 +80,9 @@ class RecordedProgram:
         beside: bool = True,
         options: Mapping[str, Any] | None = None,
         arithmetic: Arithmetic = AS_WRITTEN,
+        record: Record | None = None,
     ) -> None:
+        self._record = record or self._record_ends
         self.landmarks, self._beside = only, beside
         behind_roots = to_nearest_records(roots) if at_roots else behind(roots)
         inputs = enumerate(main.jaxpr.invars)
@@ -97,17 +106,12 @@ class RecordedProgram:
     def __call__(self, inputs: Sequence[Any], compiled: bool = True) -> Records:
         """One run; without `compiled` one operation at a time."""
         found = self._recorder(inputs, compiled=compiled)
-        self._bring_to_float32(found.tree)
+        self._bring_to_float32(found)
         return found._replace(only=self.landmarks)
 
-    def _bring_to_float32(self, tree: Tree) -> None:
+    def _bring_to_float32(self, records: Records) -> None:
         """Replaces the records in their own dtypes by ends."""
-        places = []
-        for indices in self._dtypes:
-            inside = tree
-            for index in indices[:-1]:
-                inside = inside[index]
-            places.append((inside, indices[-1]))
+        places = [(records.at(x[:-1]), x[-1]) for x in self._dtypes]
         keys = [key for inside, index in places for key in inside[index]]
         dtypes = [dtype for every in self._dtypes.values() for dtype in every]
         found, start = in_float32(keys, dtypes), 0
@@ -139,7 +143,7 @@ class RecordedProgram:
             results = lax.optimization_barrier(tuple(results))
         return Watched(results, self._record(site, inputs, results))
 
-    def _record(
+    def _record_ends(
         self, site: Site, inputs: Sequence[Any], results: Sequence[Any]
     ) -> Array | tuple[Array | None, ...] | None:
         arrays = list(results)

@@ -45,18 +45,15 @@ FEW = 256
 _ROW = 32
 
 
-def landmarks(
-    main: Frame, roots: Collection[Variable], few: int
-) -> frozenset[Indices] | None:
+def landmarks(main: Frame, roots: Collection[Variable]) -> frozenset[Indices] | None:
     """The operations to record first; None if all, since they are few.
 
     Args:
       main: the frame of the program.
       roots: the variables to follow back.
-      few: the most operations that are all recorded at once.
     """
     every = recordable(main, behind(roots))
-    if len(every) <= few:
+    if len(every) <= FEW:
         return None
     found = set(_in_rows(main, every, {}))
     ends = list(roots)
@@ -136,9 +133,7 @@ class Search(NamedTuple):
 def search(
     trail: Trail,
     roots: Iterable[RunValue],
-    recorded: frozenset[Indices],
     wanted: Collection[Indices],
-    few: int,
     only_first: bool = False,
 ) -> Search:
     """Says where to look for the births of the bad values in some roots.
@@ -146,12 +141,10 @@ def search(
     Args:
       trail: a run with records at landmarks.
       roots: its bad roots.
-      recorded: the landmarks.
       wanted: the operations that the roots are computed from.
-      few: as for `landmarks`.
       only_first: whether one birth is enough.
     """
-    regions = _regions(trail, roots, recorded, wanted)
+    regions = _regions(trail, roots, wanted)
     only, opened = set[Indices](), set[Indices]()
     ranked = sorted(regions, key=lambda x: _rank(trail, x))
     for region in ranked[:1] if only_first else ranked:
@@ -159,7 +152,7 @@ def search(
         ends = map(trail.origin, region.ends)
         around = [x for x in ends if isinstance(x, OpResult)]
         more = here.union(x.site.indices for x in around if not _is_in_while(x.frame))
-        if _is_passed(trail, region) and len(only | more) > few // 2:
+        if _is_passed(trail, region) and len(only | more) > FEW // 2:
             continue
         opened |= here
         if region.inside:
@@ -188,10 +181,7 @@ def _rank(trail: Trail, region: Region) -> tuple[Any, ...]:
 
 
 def _regions(
-    trail: Trail,
-    roots: Iterable[RunValue],
-    recorded: frozenset[Indices],
-    wanted: Collection[Indices],
+    trail: Trail, roots: Iterable[RunValue], wanted: Collection[Indices]
 ) -> list[Region]:
     """The regions that an inf or a NaN in the roots may have come through."""
     regions: list[Region] = []
@@ -200,7 +190,7 @@ def _regions(
         del reader
         if not isinstance(origin, OpResult):
             return ()
-        region = _region(trail, origin, recorded, wanted)
+        region = _region(trail, origin, wanted)
         regions.append(region)
         ends = region.nan if _is_passed(trail, region) else region.ends
         return filter(trail.is_bad, ends)
@@ -209,13 +199,9 @@ def _regions(
     return regions
 
 
-def _region(
-    trail: Trail,
-    top: OpResult,
-    recorded: frozenset[Indices],
-    wanted: Collection[Indices],
-) -> Region:
+def _region(trail: Trail, top: OpResult, wanted: Collection[Indices]) -> Region:
     """The region of a landmark."""
+    recorded = trail.records.only or frozenset()
 
     def is_wanted(op: OpResult) -> bool:
         return op.site.indices in wanted

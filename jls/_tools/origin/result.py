@@ -14,10 +14,6 @@ from jls._text import and_more, listed, no_field, wrapped
 _OTHERS = 5  # births beside the first in the text: it fits on a screen
 
 ARGUMENT, CONSTANT = "argument", "constant"
-# How the first note begins where no line is to blame.
-DIVERGED = "The parameters that came in reach"
-FAR_TOO_LARGE = "What came in reaches"
-IN_FLOAT32 = "In float32 this is finite"
 
 
 class Birth(NamedTuple):
@@ -58,12 +54,7 @@ class Why(NamedTuple):
     # Whether it is gone at a lower loss scale; None without a loss scale.
     is_from_scale: bool | None = None
     notes: tuple[str, ...] = ()
-
-    @property
-    def is_early(self) -> bool:
-        """Whether no line is to blame, which is said before any line."""
-        starts = DIVERGED, FAR_TOO_LARGE, IN_FLOAT32
-        return bool(self.notes) and self.notes[0].startswith(starts)
+    is_early: bool = False  # whether no line is to blame, which is said before any line
 
     def __bool__(self) -> bool:
         return bool(self.births or self.results)

@@ -14,7 +14,7 @@ from jls._program.jaxprs import is_inexact_atom, is_literal, variables_in
 from jls._program.primitives import Primitive, primitive_of
 from jls._program.records import INF_KEY, Records
 from jls._scopes import FLOAT8, marks_of
-from jls._tools.origin.measure import NOTHING, Size, read_size, size_of
+from jls._tools.origin.measure import NOTHING, Size, read_size, size_of_constant
 from jls._tools.origin.record import as_large_as
 
 
@@ -71,6 +71,10 @@ class OpResult(NamedTuple):
     @property
     def site(self) -> Site:
         return self.frame.site_of(self.position)
+
+    @property
+    def dtype(self) -> Any:
+        return self.site.equation.outvars[self.result].aval.dtype
 
     @property
     def key(self) -> Indices:
@@ -152,7 +156,7 @@ class Trail:
     def size(self, value: RunValue) -> Size:
         """The largest and the smallest number of a value."""
         if is_literal(value.atom):
-            return size_of(value.atom.val)
+            return size_of_constant(value.atom.val)
         return self._size(value) if is_inexact_atom(value.atom) else NOTHING
 
     def is_bad(self, value: RunValue) -> bool:
@@ -163,7 +167,7 @@ class Trail:
         if origin is None:
             return NOTHING
         if isinstance(origin, Constant):
-            return size_of(origin.value)
+            return size_of_constant(origin.value)
         if isinstance(origin, Argument):
             ends = self.records.at((Key.ARGUMENTS, origin.position))
             return NOTHING if ends is None else read_size(ends[0])

@@ -51,7 +51,7 @@ class Cotangent(NamedTuple):
     shares: tuple[float, ...]
 
 
-class Twin(RecordedProgram):
+class Twin:
     """The twin of a program.
 
     Args:
@@ -59,6 +59,9 @@ class Twin(RecordedProgram):
       sized: variables whose size is asked for.
       following: variables that follow the loss scale; those of float16 are counted.
       options: of XLA, for which the user's function asks.
+
+    Attributes:
+      recorded: the program to run.
     """
 
     def __init__(
@@ -70,8 +73,14 @@ class Twin(RecordedProgram):
     ) -> None:
         following = list(following)
         asked = [*sized, *following]
-        super().__init__(main, asked, options=options, arithmetic=WIDE)
-        self.operations &= main.makers_of(to_nearest_records(asked))
+        self.recorded = RecordedProgram(
+            main,
+            asked,
+            only=frozenset(main.makers_of(to_nearest_records(asked))),
+            options=options,
+            arithmetic=WIDE,
+            record=self._record,
+        )
         self._merged = {x.site.indices for x in main.all() if _is_merged(x)}
         self._counted: dict[tuple[int, ...], set[int]] = {}
         for frame, atom in following:
@@ -83,6 +92,7 @@ class Twin(RecordedProgram):
     def _record(
         self, site: Site, inputs: Sequence[Any], results: Sequence[Any]
     ) -> Array | tuple[Array | None, ...] | None:
+        del inputs
         counted = self._counted.get(site.indices)
         if not counted:
             return ends_of(results)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jls import _validate
-from jls._program.frames import Variable, behind
+from jls._program.frames import behind
 from jls._program.jaxprs import effects_of, is_inexact_atom
 from jls._program.places import Place, place_of
 from jls._scopes import GRADIENTS, UPDATE, marks_of
@@ -22,7 +22,6 @@ from jls._tools.origin.advice import (
     NORM_OVERFLOWS,
     WRITTEN,
     advise,
-    dtype_of,
     is_of_entropy,
 )
 from jls._tools.origin.case import (
@@ -30,11 +29,9 @@ from jls._tools.origin.case import (
     RESULTS,
     Bad,
     Case,
+    RecordedRun,
     Recording,
-    Run,
     at_scale,
-    forward_of,
-    possible_parameters,
     read_case,
     record,
     run,
@@ -42,19 +39,11 @@ from jls._tools.origin.case import (
     settings,
 )
 from jls._tools.origin.measure import Size
-from jls._tools.origin.result import (
-    ARGUMENT,
-    CONSTANT,
-    DIVERGED,
-    FAR_TOO_LARGE,
-    IN_FLOAT32,
-    Birth,
-    Why,
-)
+from jls._tools.origin.result import ARGUMENT, CONSTANT, Birth, Why
 from jls._tools.origin.trail import Argument, FoundBirth, OpResult, Range, Trail
 from jls._tools.reading.arguments import items_of
 from jls._tools.reading.keep import argument_of
-from jls._tools.reading.scales import Scale, is_switched_off, without_value
+from jls._tools.reading.scales import Scale, without_value
 from jls._tools.reading.slow import logging_if_slow
 from jls._tools.reading.widths import Widths
 from jls._tree import is_array
@@ -239,8 +228,8 @@ def _is_from_scale(
     case: Case, bad: list[Bad], program: Recording | None = None
 ) -> tuple[bool | None, str]:
     """Whether a lower scale is finite, and a sentence that says which."""
-    at = {x.root.scale for x in bad if x.root.scale is not None} or case.scales
-    at = [i for i in at if not is_switched_off(case.leaves[i], case.scales[i])]
+    own = {x.root.scale for x in bad if x.root.scale is not None} or case.scales
+    at = [i for i in case.live if i in own]
     if not at:
         return None, ""
     scale = max(float(np.max(case.leaves[i])) for i in at)
@@ -327,14 +316,13 @@ def _skip_reason(leaves: list[Any], scale: Scale) -> SkipReason | None:
 
 
 def explain(
-    case: Case, found: Run, is_from_scale: bool | None = None, note: str = ""
+    case: Case, found: RecordedRun, is_from_scale: bool | None = None, note: str = ""
 ) -> Why:
     """Says where what is bad in a run was born."""
-    trail, _ = run_with_all_records(case, found)
-    forward = forward_of(case)
+    closely = run_with_all_records(case, found)
     births: dict[Any, Birth] = {}
-    for one in trail.births(found.values):
-        birth = birth_of(case, trail, one, forward)
+    for one in closely.births:
+        birth = birth_of(case, closely.trail, one)
         births.setdefault((birth.kind, birth.place._replace(iteration=())), birth)
     if any(is_of_entropy(x.advice) for x in births.values()):
         # The logarithm needs no mending: the product does.
@@ -351,6 +339,7 @@ def explain(
         results=_names(found.bad),
         is_from_scale=is_from_scale,
         notes=tuple(filter(None, (diverged, note))),
+        is_early=bool(diverged),
     )
 
 
@@ -369,16 +358,15 @@ def _with_keep(case: Case, found: Why) -> Why:
     )
     if is_for_a_scale and found.is_from_scale is None:  # there is none yet
         return found
-    scales = case.scales.items()
-    at = [i for i, x in scales if not is_switched_off(case.leaves[i], x)]
-    leaves = at_scale(case.leaves, at, 2.0**LOWEST_EXPONENT)
+    leaves = at_scale(case.leaves, case.live, 2.0**LOWEST_EXPONENT)
     keep = Widths(case.main, case.before_update).keep(leaves)
     if keep is None:
         return found
     write = argument_of(keep) or "jls.calibrate finds the keep"
     return found._replace(
         births=tuple(x._replace(advice="") for x in found.births),
-        notes=(f"{IN_FLOAT32}: {write}", *found.notes),
+        notes=(f"In float32 this is finite: {write}", *found.notes),
+        is_early=True,
     )
 
 
@@ -389,8 +377,7 @@ def _diverged(case: Case, bad: list[Bad]) -> str:
     items = [x.parameter for x in roots if x.parameter]
     if all(x.role in RESULTS for x in case.roots):  # a loss or its gradient, no step
         is_known, first = bool(items), case.arguments.names[:1]
-        others = possible_parameters(case.arguments, case.scales)
-        items = items or [x for x in others if x.path[0] in first]
+        items = items or [x for x in case.parameters if x.path[0] in first]
         items = [x for x in items if len(x.path) > 1]  # an array may be data
     largest, name = 0.0, ""
     for item in items:
@@ -402,19 +389,17 @@ def _diverged(case: Case, bad: list[Bad]) -> str:
     write = "Look at the learning rate, and go back to an older checkpoint"
     if not is_known:
         return (
-            f"{FAR_TOO_LARGE} {largest:.2g} ({name}). If that is a parameter, the "
+            f"What came in reaches {largest:.2g} ({name}). If that is a parameter, the "
             f"run diverged before. {write}"
         )
     return (
-        f"{DIVERGED} {largest:.2g} ({name}): the run diverged before, and no line "
-        f"is to blame. {write}"
+        f"The parameters that came in reach {largest:.2g} ({name}): the run diverged "
+        f"before, and no line is to blame. {write}"
     )
 
 
-def birth_of(
-    case: Case, trail: Trail, found: FoundBirth, forward: set[Variable] | None
-) -> Birth:
-    """A birth in words; `forward` is what `forward_of` gives."""
+def birth_of(case: Case, trail: Trail, found: FoundBirth) -> Birth:
+    """A birth in words."""
     kind: Literal["inf", "nan"] = "nan" if found.size.is_nan else "inf"
     is_negative = found.size.nonfinite == {"-inf"}
     origin = found.origin
@@ -430,16 +415,16 @@ def birth_of(
     site = origin.site
     place = place_of(site)
     is_backward = place.is_backward
-    if forward is not None and UPDATE not in marks_of(site):
+    if case.forward is not None and UPDATE not in marks_of(site):
         results = site.equation.outvars
-        is_backward |= not any((origin.frame, x) in forward for x in results)
+        is_backward |= not any((origin.frame, x) in case.forward for x in results)
     return Birth(
         kind=kind,
         place=place._replace(is_backward=is_backward, iteration=origin.iterations),
         operands=tuple(
             _magnitude(trail.size(x), kind) for x in found.operands if trail.is_known(x)
         ),
-        dtype=str(dtype_of(origin)),
+        dtype=str(origin.dtype),
         range=_ends(found.range),
         advice=NORM_OVERFLOWS
         if GRADIENTS in marks_of(site)

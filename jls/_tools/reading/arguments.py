@@ -47,12 +47,9 @@ class Arguments(NamedTuple):
 
     names: list[str]  # of the positional ones
     items: list[Item]
+    leaves: list[Any]  # their values
     rebuild: Callable[[Sequence[Any]], "BoundArguments"]
     in_place: frozenset[str]  # names of the arguments that the step changes in place
-
-    @property
-    def leaves(self) -> list[Any]:
-        return [item.value for item in self.items]
 
 
 class BoundArguments(NamedTuple):
@@ -134,8 +131,9 @@ def take_apart(
                 f"{join(*path)} must be a batch, got a BadBatch, which has one beside "
                 "its index and reason. Pass queue.bad[0].batch."
             )
-    plain = [Item(path, leaf, "") for path, leaf in every if not is_object(leaf)]
-    of_nnx = [(path, leaf) for path, leaf in every if is_object(leaf)]
+    nodes = [(path, leaf, is_object(leaf)) for path, leaf in every]
+    plain = [Item(path, leaf, "") for path, leaf, is_one in nodes if not is_one]
+    of_nnx = [(path, leaf) for path, leaf, is_one in nodes if is_one]
     prefixes, objects = [path for path, _ in of_nnx], [leaf for _, leaf in of_nnx]
     graph, state, variables = _split_nnx(objects, prefixes)
     state_structure = jax.tree.structure(state)
@@ -144,7 +142,7 @@ def take_apart(
         new_state = jax.tree.unflatten(state_structure, list(leaves[len(plain) :]))
         new = nnx().merge(graph, new_state) if objects else []
         values, clones = iter(leaves[: len(plain)]), iter(new)
-        whole = [next(clones if is_object(x) else values) for _, x in every]
+        whole = [next(clones if is_one else values) for *_, is_one in nodes]
         new_args, new_kwargs = jax.tree.unflatten(structure, whole)
 
         def read() -> list[Item]:
@@ -154,7 +152,8 @@ def take_apart(
         return BoundArguments(new_args, new_kwargs, read)
 
     in_place = frozenset(path[0] for path, x in of_nnx if is_module_or_optimizer(x))
-    return Arguments(names, plain + variables, rebuild, in_place)
+    items = plain + variables
+    return Arguments(names, items, [x.value for x in items], rebuild, in_place)
 
 
 def _is_donated(leaf: Any) -> bool:
@@ -175,7 +174,7 @@ def check_usable(arguments: Arguments, tool: str, function: str) -> None:
                 f"{name} was donated to an earlier {function}, and is no more. Pass "
                 f"what that {function} returned."
             )
-        if is_concrete(leaf) and not leaf.is_fully_addressable:
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             raise ValueError(
                 f"{name} must be held by this process, got a global array over "
                 f"several. Call {tool} with process-local arrays, such as the "
