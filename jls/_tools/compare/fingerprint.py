@@ -23,23 +23,19 @@ from jax import Array, lax
 from jax.core import Tracer
 
 from jls import _validate
-from jls._program.alone import AS_WRITTEN, WIDE, Arithmetic, rounds
+from jls._program.alone import AS_WRITTEN, WIDE, rounds
 from jls._program.control import Key, Site, calls_of
 from jls._program.frames import Frame, Variable
 from jls._program.jaxprs import (
     Opened,
-    has_side_effects,
     is_half_atom,
     is_inexact_atom,
     is_literal,
     is_staged,
     opened,
-    operation_of,
-    traced_as,
 )
 from jls._program.places import Place, place_of
 from jls._program.primitives import primitive_of
-from jls._program.recorder import fast_compile_options
 from jls._program.records import Records
 from jls._program.replay import Watched, replay
 from jls._scopes import AUTOCAST, marks_of
@@ -54,6 +50,7 @@ from jls._tools.compare.sketch import (
 )
 from jls._tools.origin.case import settings, trace_call
 from jls._tools.reading.arguments import items_of
+from jls._tools.reading.reading import is_a_result
 from jls._tools.reading.slow import logging_if_slow
 from jls._tree import is_array
 
@@ -283,8 +280,7 @@ class _Program:
             if _is_recorded(frame.jaxpr.eqns[index])
         }
         self._sites = dict(sorted(sites.items()))  # in the order of the program
-        outputs = [*traced.outputs, *traced.objects]
-        named = [x for x in outputs if isinstance(x.value, _RESULTS)]
+        named = filter(is_a_result, (*traced.outputs, *traced.objects))
         self._results = [
             (i, atom, _name(item, item in traced.objects))
             for i, (item, atom) in enumerate(
@@ -330,9 +326,9 @@ class _Program:
                 program,
                 leaves,
                 self._watch,
-                arithmetic=_quick(WIDE if is_wide else AS_WRITTEN),
+                arithmetic=WIDE if is_wide else AS_WRITTEN,
                 merging=MERGING,
-                around=_Around(self._compiled, is_wide),
+                around=functools.partial(self._around, is_wide),
             )
         constants = zip(self._program.jaxpr.constvars, consts, strict=False)
         given = [
@@ -365,6 +361,18 @@ class _Program:
         atoms = site.equation.outvars
         pairs = zip(results, atoms, strict=True)
         return Watched(results, sketch_all([x for x, y in pairs if has_numbers(y)]))
+
+    def _around(self, is_wide: bool, site: Site, run: Any) -> Any:
+        """Compiles what runs on several devices once, and long loops.
+
+        Other loops run one operation at a time, as the rest does.
+        """
+        (call, *_) = calls_of(site.equation)
+        is_long = (call.length or 0) > _LONG
+        if is_staged() or not (call.kind == "devices" or is_long):
+            return run
+        key = (site.indices, is_wide)
+        return jax.disable_jit(False)(self._compiled.setdefault(key, jax.jit(run)))
 
     def _values(self) -> Iterator[Value]:
         for atom, name in self._arguments.items():
@@ -435,57 +443,7 @@ def _loop(frame: Frame, records: Records) -> Loop:
     return Loop(False, tuple(every[::-1] if frame.is_reversed else every))
 
 
-def _quick(arithmetic: Arithmetic) -> Arithmetic:
-    """The same, with operations that are compiled in less time, and once if equal."""
-
-    def run(site: Site, inputs: Sequence[Any]) -> list[Any]:
-        equation = site.equation
-        is_wide = arithmetic is WIDE and rounds(equation)
-        if is_staged() or is_wide or has_side_effects(equation):
-            return arithmetic.run(site, inputs)
-        try:
-            jitted = _jitted(operation_of(equation))
-        except TypeError:  # a parameter has no hash
-            return arithmetic.run(site, inputs)
-        with traced_as(equation), jax.disable_jit(False):
-            return jitted(*inputs)
-
-    return Arithmetic(arithmetic.held, run)
-
-
-@functools.lru_cache(4096)
-def _jitted(operation: Any) -> Any:
-    return jax.jit(
-        lambda *x: operation.bind(x), compiler_options=fast_compile_options()
-    )
-
-
-class _Around:
-    """Compiles what runs on several devices once, and long loops.
-
-    Other loops run one operation at a time, as the rest does.
-    """
-
-    def __init__(self, compiled: dict[Any, Any], is_wide: bool) -> None:
-        self._compiled, self._is_wide = compiled, is_wide
-
-    def __call__(self, site: Site, run: Any) -> Any:
-        (call, *_) = calls_of(site.equation)
-        is_long = (call.length or 0) > _LONG
-        if is_staged() or not (call.kind == "devices" or is_long):
-            return run
-        key = (site.indices, self._is_wide)
-        jitted = self._compiled.setdefault(key, jax.jit(run))
-
-        def run_compiled(inputs: list[Any]) -> Any:
-            with jax.disable_jit(False):
-                return jitted(inputs)
-
-        return run_compiled
-
-
 _LONG = 1000  # iterations
-_RESULTS = (jax.ShapeDtypeStruct, np.ndarray)
 _SLOW = "jls.compare is running the program one operation at a time."
 # Whose result has the numbers of an operand, and no more.
 _NOT_RECORDED = ("broadcast_in_dim", "reduce_precision")
@@ -504,13 +462,11 @@ def _is_recorded(equation: Any) -> bool:
 
 def _rounds_itself(frame: Frame, index: int) -> bool:
     """Whether the user's code rounds to a narrower dtype."""
-    equation, site = frame.jaxpr.eqns[index], frame.site_of(index)
-    name, (atom, *_) = equation.primitive.name, (*equation.invars, None)
-    if name not in ("convert_element_type", "reduce_precision") or not rounds(equation):
-        return False
-    is_narrower = _unit(equation.outvars[0]) > _unit(atom) > 0
-    is_narrower |= name == "reduce_precision"
-    return is_narrower and AUTOCAST not in marks_of(site)
+    equation, name = frame.jaxpr.eqns[index], frame.jaxpr.eqns[index].primitive.name
+    is_rounded = name == "reduce_precision"
+    if name == "convert_element_type":
+        is_rounded = _unit(equation.outvars[0]) > _unit(equation.invars[0]) > 0
+    return is_rounded and AUTOCAST not in marks_of(frame.site_of(index))
 
 
 def _unit(value: Any) -> float:
