@@ -114,9 +114,10 @@ def _difference(a: Fingerprint, b: Fingerprint, is_same: bool = False) -> Differ
     results = _results(a, b)
     notes = [f"{x.note[0].upper()}{x.note[1:]}" for x in (a, b) if x.note]
     is_half = any(IN_FLOAT32 in x.runs for x in (a, b))
-    found = find(a, b, is_half and not is_same and not notes, is_same)
-    dtype = a.made_by["dtype"]
-    if is_half and not is_same and dtype == b.made_by["dtype"] and not found.differs:
+    in_float32 = is_half and not is_same and not notes
+    found = find(a, b, in_float32, is_same)
+    dtypes = {x.made_by["dtype"] for x in (a, b)}
+    if in_float32 and len(dtypes) == 1 and all(dtypes) and not found.differs:
         found = find(a, b)
     is_equal, birth = not found.differs, found.birth
     if is_equal and is_half and max(results.values()) > FACTOR * UNIT:
@@ -133,7 +134,11 @@ def _difference(a: Fingerprint, b: Fingerprint, is_same: bool = False) -> Differ
         results=results,
         equal=is_equal,
         notes=tuple(notes),
-        errors=tuple((a.values[i].place, x) for i, x in sorted(found.errors.items())),
+        errors=tuple(
+            (a.values[i].place, error)
+            for i, error in sorted(found.errors.items())
+            if a.values[i].is_operation
+        ),
     )
 
 
@@ -191,7 +196,7 @@ def _rounding(a: Fingerprint, b: Fingerprint, results: dict[str, float]) -> list
     made = a if IN_FLOAT32 in a.runs else b
     pairs = zip(made.runs[WRITTEN], made.runs[IN_FLOAT32], strict=True)
     errors = [float(apart(x, y).max(initial=0.0)) for x, y in pairs]
-    floats = [i for i, x in enumerate(made.values) if x.unit and x.code]
+    floats = [i for i, x in enumerate(made.values) if x.unit and x.is_operation]
 
     def added(i: int) -> float:
         feeds = made.values[i].feeds

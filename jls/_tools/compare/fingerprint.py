@@ -84,6 +84,10 @@ class Value(NamedTuple):
     loops: tuple[int, ...] = ()  # around it, outermost first
     feeds: tuple[Feed, ...] = ()
 
+    @property
+    def is_operation(self) -> bool:
+        return self.place.operation not in (ARGUMENT, RESULT)
+
 
 class Loop(NamedTuple):
     """A loop of a program."""
@@ -114,10 +118,10 @@ class Fingerprint(NamedTuple):
     note: str = ""  # why the operations are not known
 
     def __repr__(self) -> str:
-        kinds, made = [x.place.operation for x in self.values], self.made_by.values()
-        results = kinds.count(RESULT)
-        count = len(kinds) - results - kinds.count(ARGUMENT)
-        return f"Fingerprint({count} operations, {results} results, {' '.join(made)})"
+        operations = sum(x.is_operation for x in self.values)
+        results = sum(x.place.operation == RESULT for x in self.values)
+        made = " ".join(self.made_by.values())
+        return f"Fingerprint({operations} operations, {results} results, {made})"
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -134,8 +138,7 @@ class Fingerprint(NamedTuple):
 
     def save(self, path: str | Path) -> None:
         """Writes a file that `load` reads; `path` ends in ".npz"."""
-        path, shapes = _checked(path), list[Any]()
-        arrays = dict[str, np.ndarray]()
+        path, shapes, arrays = _checked(path), list[Any](), dict[str, Any]()
         for name, run in self.runs.items():
             shapes = [x.shape for x in run]  # of all runs
             flat = [np.zeros(0, np.uint32), *(x.ravel() for x in run)]
@@ -429,8 +432,8 @@ class _Program:
 
 def _in_time(rows: np.ndarray, frame: Frame) -> np.ndarray:
     """The sketches of an operation, by iteration in the order of time."""
-    axes = [i for i, loop in enumerate(frame.loops()) if loop.is_reversed]
-    return np.ascontiguousarray(np.flip(rows, axes))
+    axes = (i for i, loop in enumerate(frame.loops()) if loop.is_reversed)
+    return np.ascontiguousarray(np.flip(rows, tuple(axes)))
 
 
 def _loop(frame: Frame, records: Records) -> Loop:

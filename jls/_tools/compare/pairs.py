@@ -81,10 +81,9 @@ class _Side:
         self._other = None if is_exact else made.runs.get(names[1])
         most = UNIT if names[0] == IN_FLOAT32 else math.inf
         self._most = 0.0 if is_exact else most  # a unit of the coarsest dtype
-        kinds = [x.place.operation for x in self.values]
-        self.results = [i for i, x in enumerate(kinds) if x == RESULT]
-        no_operations = ARGUMENT, RESULT
-        self.operations = [i for i, x in enumerate(kinds) if x not in no_operations]
+        every = list(enumerate(self.values))
+        self.results = [i for i, x in every if x.place.operation == RESULT]
+        self.operations = [i for i, x in every if x.is_operation]
         self._start = dict[int, int]()  # the first operation of each loop
         self._first = dict[Hashable, int]()  # the first that gave these bits
         for i in self.operations:
@@ -225,9 +224,9 @@ def find(
     behind_a = one.behind(bad, same.keys())
     behind_b = two.behind([pair[i] for i in bad], {*same.values()})
     points = [
-        (one.moment(i, at), i, tuple(map(int, at)))
+        (one.moment(i, at), i, tuple(at))
         for i in behind_a.intersection(pair).difference(one.results)
-        for at in np.argwhere(differs[i])
+        for at in np.argwhere(differs[i]).tolist()
     ]
     birth, flipped = None, list[int]()
     for _, i, at in sorted(points):
