@@ -4,6 +4,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from jls._program.places import Place
 from jls._text import describe, listed
 from jls._tools.compare.difference import Difference, Parting, percent
 from jls._tools.compare.fingerprint import (
@@ -31,9 +32,9 @@ def compare(
 
     For two versions of a step that should give the same: before and after a change, a
     layer and its conversion, a trainer and a sampler. Both are traced, and run one
-    operation at a time. Operations are paired by scope, operation, shape and line, then
-    in order, then by what they give. The results that differ are followed back, to the
-    first operation whose operands agree and whose result does not. What rounding
+    operation at a time. Operations are paired by scope, operation, shape and line, and
+    by what they give. The results that differ are followed back, to the first operation
+    whose operands agree and whose result does not. What rounding
     explains is no difference: 8 units of the dtype, and 8 times what changes if the
     arguments change in the last bit.
 
@@ -58,9 +59,9 @@ def compare(
       A `jls.types.Difference`. `birth` is None, or has the `jls.types.Place` of the
       operation in each program and the error of its result, with the first iteration of
       a loop in which they part; `only_a` and `only_b` have what only one of them
-      computes, on the way to a result that differs. `results` has the error of each
-      result by its path, and `equal` says whether all are within rounding. `str()` is
-      for people.
+      computes on the way there, what comes right before it first. `results` has the
+      error of each result by its path, and `equal` says whether all are within
+      rounding. `str()` is for people.
 
     Raises:
       TypeError: if `a` or `b` is neither a function nor a fingerprint, or if there are
@@ -180,15 +181,17 @@ def _of_kind(made: Fingerprint, kind: str) -> list[Value]:
 
 
 def _parting(a: Fingerprint, b: Fingerprint, at: Point) -> Parting:
-    places, codes = [], []
-    for made, number in ((a, at.a), (b, at.b)):
-        value = made.values[number]
-        pairs = zip(value.loops, at.iteration, strict=True)
-        iteration = tuple(made.loops[loop].iterations[i] for loop, i in pairs)
-        places.append(value.place._replace(iteration=iteration))
-        codes.append(value.code)
-    dtype = a.values[at.a].dtype
-    return Parting(*places, dtype, at.error, at.inputs_error, tuple(codes))
+    first, second = a.values[at.a], b.values[at.b]
+    places = _place(a, first, at.iteration), _place(b, second, at.iteration)
+    codes = first.code, second.code
+    return Parting(*places, first.dtype, at.error, at.inputs_error, codes)
+
+
+def _place(made: Fingerprint, value: Value, at: tuple[int, ...]) -> Place:
+    """Where a value is, with the iteration as the program counts it."""
+    pairs = zip(value.loops, at, strict=True)
+    iteration = tuple(made.loops[loop].iterations[i] for loop, i in pairs)
+    return value.place._replace(iteration=iteration)
 
 
 def _rounding(a: Fingerprint, b: Fingerprint, results: dict[str, float]) -> list[str]:

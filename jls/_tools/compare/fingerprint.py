@@ -283,12 +283,11 @@ class _Program:
             if _is_recorded(frame.jaxpr.eqns[index])
         }
         self._sites = dict(sorted(sites.items()))  # in the order of the program
-        named = filter(is_a_result, (*traced.outputs, *traced.objects))
+        outputs = filter(is_a_result, (*traced.outputs, *traced.objects))
+        named = enumerate(zip(outputs, main.jaxpr.outvars, strict=True))
         self._results = [
             (i, atom, _name(item, item in traced.objects))
-            for i, (item, atom) in enumerate(
-                zip(named, main.jaxpr.outvars, strict=True)
-            )
+            for i, (item, atom) in named
             if has_numbers(atom)
         ]
         keys = [*self._arguments, *self._constants, *self._sites]
@@ -465,7 +464,8 @@ def _is_recorded(equation: Any) -> bool:
 
 def _rounds_itself(frame: Frame, index: int) -> bool:
     """Whether the user's code rounds to a narrower dtype."""
-    equation, name = frame.jaxpr.eqns[index], frame.jaxpr.eqns[index].primitive.name
+    equation = frame.jaxpr.eqns[index]
+    name = equation.primitive.name
     is_rounded = name == "reduce_precision"
     if name == "convert_element_type":
         is_rounded = _unit(equation.outvars[0]) > _unit(equation.invars[0]) > 0
