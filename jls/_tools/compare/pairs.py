@@ -7,9 +7,10 @@ program has. Of those, the first in time that differs by more than its operands 
 is where they part.
 """
 
+import difflib
 import functools
 import math
-from collections.abc import Container, Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -85,9 +86,9 @@ class _Side:
         self.results = [i for i, x in every if x.place.operation == RESULT]
         self.operations = [i for i, x in every if x.is_operation]
         self._start = dict[int, int]()  # the first operation of each loop
-        self._first = dict[Hashable, int]()  # the first that gave these bits
+        self._first = dict[bytes, int]()  # the first that gave these bits
         for i in self.operations:
-            self._first.setdefault(self._bits(i), i)
+            self._first.setdefault(self.run[i].tobytes(), i)
             for loop in self.values[i].loops:
                 self._start.setdefault(loop, i)
         self.errors = dict[int, np.ndarray]()  # of the values that have a like
@@ -106,19 +107,15 @@ class _Side:
     def by_line_and_bits(self, i: int) -> Hashable:
         return (self.by_line(i), self.run[i].tobytes())
 
-    def by_bits(self, i: int) -> Hashable:
-        """None of zeros, and of bits that an operation before has given."""
-        bits = self._bits(i)
-        is_telling = self.run[i][..., 1].any() and self._first[bits] == i
-        return bits if is_telling else None
+    def alike(self, i: int) -> Hashable:
+        """What operations share that may give the same numbers.
 
-    def _bits(self, i: int) -> Hashable:
-        size, operation = (
-            math.prod(self.values[i].shape),
-            self.values[i].place.operation,
-        )
-        few = operation if size < _FEW else ""
-        return (size, few, self.run[i].shape, self.run[i].tobytes())
+        None of zeros, and of bits that an operation before has given.
+        """
+        size, run = math.prod(self.values[i].shape), self.run[i]
+        few = self.values[i].place.operation if size < _FEW else ""
+        is_telling = run[..., 1].any() and self._first[run.tobytes()] == i
+        return (size, few, run.shape) if is_telling else None
 
     # What rounding explains.
 
@@ -261,20 +258,55 @@ def _largest(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 def _paired(a: _Side, b: _Side) -> dict[int, int]:
     """The values of the second program by those of the first."""
     pair = dict[int, int]()
-    for key in (_Side.by_line_and_bits, _Side.by_bits, _Side.by_line, _Side.by_kind):
+    for key in (_Side.by_line_and_bits, _Side.alike, _Side.by_line):
         found: dict[Hashable, tuple[list[int], list[int]]] = {}
         for n, (side, paired) in enumerate([(a, {*pair}), (b, {*pair.values()})]):
             for i in side.operations:
                 value = None if i in paired else key(side, i)
                 if value is not None:
                     found.setdefault(value, ([], []))[n].append(i)
-        for pairs in found.values():
-            pair |= zip(*pairs, strict=False)  # in order
+        for of_a, of_b in found.values():
+            if key is _Side.alike:
+                pair |= _by_value(a, b, of_a, of_b)
+            else:
+                pair |= zip(of_a, of_b, strict=False)  # in order
+    pair |= _by_kind(a, b, pair)
     for kind in (ARGUMENT, RESULT):
         for i, others in named(a.values, b.values, kind).items():
             # What is closed over comes in any order.
             pair[i] = min(others, key=lambda j, i=i: float(apart(a.run[i], b.run[j])))
     return pair
+
+
+def _by_value(
+    a: _Side, b: _Side, of_a: list[int], of_b: list[int]
+) -> Iterator[tuple[int, int]]:
+    """The pairs of operations that gave the same numbers, to rounding."""
+    for i in of_a:
+        if of_b:
+            many = np.stack([b.run[j] for j in of_b])
+            errors = apart(np.broadcast_to(a.run[i], many.shape), many)
+            errors = errors.reshape(len(of_b), -1).max(1, initial=0.0)
+            best = int(np.argmin(errors))
+            unit = max(a.values[i].unit, b.values[of_b[best]].unit)
+            if errors[best] <= FACTOR * unit:
+                yield i, of_b.pop(best)
+
+
+def _by_kind(a: _Side, b: _Side, pair: dict[int, int]) -> Iterator[tuple[int, int]]:
+    """Pairs of one kind among the other operations, between the same two pairs."""
+    ends = np.array(sorted(pair.items())).reshape(-1, 2)
+    ends = np.maximum.accumulate(ends)
+    left = [i for i in a.operations if i not in pair]
+    rest = sorted({*b.operations}.difference(pair.values()))
+    kinds = [
+        [(int(np.searchsorted(known, i)), side.by_kind(i)) for i in every]
+        for side, every, known in ((a, left, ends[:, 0]), (b, rest, ends[:, 1]))
+    ]
+    matcher = difflib.SequenceMatcher(None, *kinds, autojunk=False)
+    for block in matcher.get_matching_blocks():
+        for n in range(block.size):
+            yield left[block.a + n], rest[block.b + n]
 
 
 def named(a: Sequence[Value], b: Sequence[Value], kind: str) -> dict[int, list[int]]:
