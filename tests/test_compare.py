@@ -1,6 +1,7 @@
 """What `jls.compare` says, and of what; `tests/compare` has many pairs for it."""
 
 import functools
+import inspect
 import itertools
 
 import jax
@@ -57,7 +58,7 @@ def test_of_equal_programs_it_says_nothing():
         return jnp.sum(jnp.tanh(x @ w) ** 2, axis=1)
 
     def in_columns(w, x):
-        return sum(jnp.tanh(x @ column) ** 2 for column in w.T)
+        return sum(jnp.tanh(x @ column) ** 2 for column in w.T[::-1])
 
     rows = jnp.concatenate([ROWS, SQUARE] * 9) * jnp.linspace(0.1, 1, 99)[:, None]
     found = jls.compare(of_rows, in_columns, jnp.tile(SQUARE, 2), rows)
@@ -166,6 +167,18 @@ def test_a_choice_that_falls_otherwise_is_followed():
     assert jls.compare(right, wrong, ROWS).birth.a.operation == "gt"
 
 
+def test_a_choice_that_falls_otherwise_by_rounding_is_a_note():
+    def chosen(x):
+        return jnp.sum(jnp.where(x > 0.3, 1.0, 2.0) * jnp.arange(1.0, 6.0))
+
+    x = jnp.array([0.3, 0.1, 0.5, 0.2, 0.4])
+    found = jls.compare(jls.fingerprint(chosen, x), chosen, x + 9e-8)
+    assert found.results["result"] > 0.01
+    assert found.equal
+    assert found.birth is None
+    assert "A choice falls otherwise by rounding: tests/test_compare.py" in str(found)
+
+
 def test_what_is_computed_twice_counts_once():
     def loss_fn(w, x, is_again, scale=1.0):
         def block(w, x):
@@ -182,6 +195,7 @@ def test_what_is_computed_twice_counts_once():
     birth = jls.compare(right, wrong, SQUARE, ROWS).birth
     assert (birth.a.operation, birth.a.function) == ("mul", "block")
     assert not birth.a.is_backward
+    assert birth.error < 0.2
 
 
 def test_a_gradient_that_is_stopped():
@@ -194,6 +208,23 @@ def test_a_gradient_that_is_stopped():
     found = jls.compare(right, wrong, SQUARE, ROWS)
     assert not found.equal
     assert found.only_b[0].operation == "stop_gradient"
+
+
+def test_a_wrong_promise_of_a_scatter_is_named():
+    """Its values are the same on a CPU, and its gradient is not."""
+
+    def stored(x, at, unique_indices):
+        table = jnp.zeros((5, 6)).at[at].set(jnp.sin(x), unique_indices=unique_indices)
+        return jnp.sum(jnp.cos(table) * SQUARE[:5])
+
+    args = ROWS, jnp.array([0, 3, 3, 1, 3])
+    right, wrong = (functools.partial(stored, unique_indices=x) for x in (False, True))
+    assert jls.compare(right, wrong, *args).equal
+    assert jls.compare(wrong, wrong, *args).equal  # it is deterministic, on a CPU
+    found = jls.compare(jax.grad(right), jax.grad(wrong), *args)
+    assert not found.equal
+    lines = {place.line for place in (*found.only_a, *found.only_b)}
+    assert lines == {inspect.getsourcelines(stored)[1] + 1}
 
 
 # Half precision.
@@ -338,9 +369,16 @@ def test_arrays_that_are_closed_over_in_another_order_do_not_differ():
     def again(x):
         return (jnp.sin(x @ other) + jnp.tanh(x @ SQUARE)) * jnp.float32(1.1)
 
+    def scaled(x):
+        x = x * jnp.float32(1.1)
+        return jnp.sin(x @ other) + jnp.tanh(x @ SQUARE)
+
     found = jls.compare(one, again, ROWS)
     assert not found.equal
     assert found.birth is None
+    assert [place.operation for place in found.only_b] == ["mul"]
+    found = jls.compare(one, scaled, ROWS)
+    assert found.birth.a.operation == "dot_general"
     assert [place.operation for place in found.only_b] == ["mul"]
 
 

@@ -11,16 +11,16 @@ from jls._program.places import Place
 from jls._text import describe, listed
 from jls._tools.compare.difference import Difference, Parting, percent
 from jls._tools.compare.fingerprint import (
+    ARGUMENT,
     IN_FLOAT32,
-    NUDGED,
-    NUDGED_IN_FLOAT32,
+    RESULT,
     WRITTEN,
     Fingerprint,
-    Operation,
-    program_of,
+    Value,
+    fingerprint_of,
 )
-from jls._tools.compare.pairs import FACTOR, UNIT, Found, find, same_names
-from jls._tools.compare.sketch import FIRST, apart
+from jls._tools.compare.pairs import FACTOR, UNIT, Point, find, named
+from jls._tools.compare.sketch import apart
 from jls._tools.origin.result import place_in_words
 from jls._tools.reading.arguments import check_takes
 
@@ -36,9 +36,9 @@ def compare(
 
     For two versions of a step that should give the same: before and after a change, a
     layer and its conversion, a trainer and a sampler. Both are traced, and run one
-    operation at a time. Operations are paired by scope, operation, shape and line, then
-    in order, then by what they give. The results that differ are followed back, to the
-    first operation whose operands agree and whose result does not. What rounding
+    operation at a time. Operations are paired by scope, operation, shape and line, and
+    by what they give. The results that differ are followed back, to the first operation
+    whose operands agree and whose result does not. What rounding
     explains is no difference: 8 units of the dtype, and 8 times what changes if the
     arguments change in the last bit.
 
@@ -63,9 +63,9 @@ def compare(
       A `jls.types.Difference`. `birth` is None, or has the `jls.types.Place` of the
       operation in each program and the error of its result, with the first iteration of
       a loop in which they part; `only_a` and `only_b` have what only one of them
-      computes, on the way to a result that differs. `results` has the error of each
-      result by its path, and `equal` says whether all are within rounding. `str()` is
-      for people.
+      computes on the way there, what comes right before it first. `results` has the
+      error of each result by its path, and `equal` says whether all are within
+      rounding. `str()` is for people.
 
     Raises:
       TypeError: if `a` or `b` is neither a function nor a fingerprint, or if there are
@@ -106,137 +106,116 @@ def compare(
             "args are those of functions, and a and b are fingerprints, which have "
             "been made of theirs. Write jls.compare(a, b)."
         )
-    if a is b and not are_made:
-        # Each is traced: what NumPy draws meanwhile is another number in each program.
-        first, second = (
-            program_of("jls.compare", "a", a, args, kwargs).fingerprint([WRITTEN])
-            for _ in range(2)
-        )
-        return _difference(first, second, is_same=True)
+    is_same = a is b and not are_made
+    runs = (WRITTEN,) if is_same else ()
+    # Of one program both are traced: what NumPy draws is another number in each.
     first, second = (
         given
         if isinstance(given, Fingerprint)
-        else program_of("jls.compare", name, given, args, kwargs).fingerprint()
+        else fingerprint_of("jls.compare", name, given, args, kwargs, runs)
         for name, given in (("a", a), ("b", b))
     )
-    return _difference(first, second)
+    return _difference(first, second, is_same)
 
 
 def _difference(a: Fingerprint, b: Fingerprint, is_same: bool = False) -> Difference:
-    _check(a, b)
-    written = find(a, b, (WRITTEN, WRITTEN), (IN_FLOAT32, IN_FLOAT32), is_same)
-    runs = [IN_FLOAT32 if IN_FLOAT32 in x.runs else WRITTEN for x in (a, b)]
-    found, notes = (
-        written,
-        [f"{x.note[0].upper()}{x.note[1:]}" for x in (a, b) if x.note],
-    )
-    if not is_same and not notes:
-        nudged = [NUDGED_IN_FLOAT32 if x else NUDGED for x in runs]
-        found = find(a, b, (runs[0], runs[1]), (nudged[0], nudged[1]))
-        dtype = a.made_by["dtype"]
-        if dtype and dtype == b.made_by["dtype"] and not _differs(found):
-            found = written
-    is_equal = not _differs(found)
-    results = {a.results[i].name: error for i, _, error in written.results}
-    is_rounded = max(results.values()) > FACTOR * UNIT
-    if is_equal and any(runs) and not is_same and is_rounded:
+    results = _results(a, b)
+    notes = [f"{x.note[0].upper()}{x.note[1:]}" for x in (a, b) if x.note]
+    is_half = any(IN_FLOAT32 in x.runs for x in (a, b))
+    in_float32 = is_half and not is_same and not notes
+    found = find(a, b, in_float32, is_same)
+    dtypes = {x.made_by["dtype"] for x in (a, b)}
+    if in_float32 and len(dtypes) == 1 and all(dtypes) and not found.differs:
+        found = find(a, b)
+    is_equal, birth = not found.differs, found.birth
+    if is_equal and is_half and max(results.values()) > FACTOR * UNIT:
         notes += _rounding(a, b, results)
-    if is_same and found.argument:
+    if is_same and birth and a.values[birth.a].place.operation == ARGUMENT:
         notes.append("Each trace of the function makes it anew, as np.random does")
-    if found.flipped and is_equal and found.bad:
-        place = a.operations[found.flipped[0]].place
+    if found.flipped and is_equal and found.is_bad:
+        place = a.values[found.flipped[0]].place
         notes.append(f"A choice falls otherwise by rounding: {place_in_words(place)}")
     return Difference(
-        birth=_birth(a, b, found),
-        only_a=tuple(a.operations[i].place for i in found.only_a) * (not is_equal),
-        only_b=tuple(b.operations[i].place for i in found.only_b) * (not is_equal),
+        birth=None if is_equal or birth is None else _parting(a, b, birth),
+        only_a=tuple(a.values[i].place for i in found.only_a) * (not is_equal),
+        only_b=tuple(b.values[i].place for i in found.only_b) * (not is_equal),
         results=results,
         equal=is_equal,
         notes=tuple(notes),
-        errors=tuple((a.operations[i].place, x) for i, x in found.errors.items()),
+        errors=tuple(
+            (a.values[i].place, error)
+            for i, error in sorted(found.errors.items())
+            if a.values[i].is_operation
+        ),
     )
 
 
-def _differs(found: Found) -> bool:
-    """Whether something but rounding is to blame."""
-    is_to_blame = found.birth or found.argument or _is_apart(found)
-    return bool((found.bad or found.is_same) and is_to_blame)
+def _results(a: Fingerprint, b: Fingerprint) -> dict[str, float]:
+    """The error of each result that both have, as they are written.
 
-
-def _is_apart(found: Found) -> bool:
-    is_unknown = found.bad and not found.errors
-    return bool(found.only_a or found.only_b or is_unknown)
-
-
-def _check(a: Fingerprint, b: Fingerprint) -> None:
-    """Raises if there is nothing to compare."""
-    shapes = {x.name: x.shape for x in b.arguments}
-    for name, shape, *_ in a.arguments:
-        if shapes.get(name, shape) != shape:
+    Raises:
+      ValueError: if there is none, or if they have other arguments.
+    """
+    arguments, others = (
+        {x.place.module: x for x in _of_kind(y, ARGUMENT)} for y in (a, b)
+    )
+    for name, value in arguments.items():
+        other = others.get(name, value)
+        if other.shape != value.shape:
             raise ValueError(
                 f"a and b must be given the same arguments, got {name} of shape "
-                f"{list(shape)} for a and {list(shapes[name])} for b."
+                f"{list(value.shape)} for a and {list(other.shape)} for b."
             )
-    if not same_names(a.results, b.results):
-        found = [
-            listed([f"{x.name}{list(x.shape)}" for x in y.results]) for y in (a, b)
+    found = named(a.values, b.values, RESULT)
+    if not found:
+        every = [
+            listed([f"{x.place.module}{list(x.shape)}" for x in _of_kind(y, RESULT)])
+            for y in (a, b)
         ]
         raise ValueError(
             "a and b must have a result of one name and shape in common, got "
-            f"{found[0] or 'none'} of a and {found[1] or 'none'} of b."
+            f"{every[0] or 'none'} of a and {every[1] or 'none'} of b."
         )
+    runs = a.runs[WRITTEN], b.runs[WRITTEN]
+    return {
+        a.values[i].place.module: float(apart(runs[0][i], runs[1][j]))
+        for i, (j, *_) in found.items()
+    }
 
 
-def _birth(a: Fingerprint, b: Fingerprint, found: Found) -> Parting | None:
-    if not _differs(found):
-        return None
-    if found.argument:
-        index, error = found.argument
-        place = Place("argument", module=a.arguments[index].name)
-        return Parting(place, place, "", error, 0.0)
-    if not found.birth:
-        return None
-    at = found.birth
-    first, second = a.operations[at.a], b.operations[at.b]
-    places = [
-        x.place._replace(iteration=_iteration(made, x, at.iteration))
-        for made, x in ((a, first), (b, second))
-    ]
+def _of_kind(made: Fingerprint, kind: str) -> list[Value]:
+    return [x for x in made.values if x.place.operation == kind]
+
+
+def _parting(a: Fingerprint, b: Fingerprint, at: Point) -> Parting:
+    first, second = a.values[at.a], b.values[at.b]
+    places = _place(a, first, at.iteration), _place(b, second, at.iteration)
     codes = first.code, second.code
-    return Parting(places[0], places[1], first.dtype, at.error, at.inputs_error, codes)
+    return Parting(*places, first.dtype, at.error, at.inputs_error, codes)
 
 
-def _iteration(
-    made: Fingerprint, operation: Operation, at: tuple[int, ...]
-) -> tuple[int, ...]:
-    """The iteration of each loop, as the program counts it, from that in time."""
-    found = []
-    for number, index in zip(operation.loops, at, strict=True):
-        loop = made.loops[number]
-        if loop.is_while and index == FIRST and loop.length:
-            index = loop.length - 1
-        found.append(loop.length - 1 - index if loop.is_reversed else index)
-    return tuple(found)
+def _place(made: Fingerprint, value: Value, at: tuple[int, ...]) -> Place:
+    """Where a value is, with the iteration as the program counts it."""
+    pairs = zip(value.loops, at, strict=True)
+    iteration = tuple(made.loops[loop].iterations[i] for loop, i in pairs)
+    return value.place._replace(iteration=iteration)
 
 
 def _rounding(a: Fingerprint, b: Fingerprint, results: dict[str, float]) -> list[str]:
     """What rounding costs where one of two programs is in half precision."""
     made = a if IN_FLOAT32 in a.runs else b
-    runs = made.runs[WRITTEN].operations, made.runs[IN_FLOAT32].operations
-    pairs = zip(*runs, strict=True)
-    errors = [float(apart(x, y).error.max(initial=0.0)) for x, y in pairs]
-    floats = [i for i, x in enumerate(made.operations) if x.unit]
+    pairs = zip(made.runs[WRITTEN], made.runs[IN_FLOAT32], strict=True)
+    errors = [float(apart(x, y).max(initial=0.0)) for x, y in pairs]
+    floats = [i for i, x in enumerate(made.values) if x.unit and x.is_operation]
 
     def added(i: int) -> float:
-        feeds = made.operations[i].feeds
-        return errors[i] - max(
-            (errors[x.number] for x in feeds if x.number >= 0), default=0
-        )
+        feeds = made.values[i].feeds
+        return errors[i] - max((errors[x.number] for x in feeds), default=0)
 
     worst = max(results.values())
     notes = [f"The results differ by up to {percent(worst)}, which rounding explains"]
     if floats:
-        place = made.operations[max(floats, key=added)].place
+        place = made.values[max(floats, key=added)].place
         notes.append(
             f"Most of it comes in at {place.operation}, {place_in_words(place)}. "
             "jls.calibrate tries which keep it is worth"

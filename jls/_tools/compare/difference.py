@@ -47,7 +47,8 @@ class Difference(NamedTuple):
         __getattr__ = no_field
 
     birth: Parting | None = None  # None if rounding explains all, or no one operation
-    only_a: tuple[Place, ...] = ()  # without a like in b, and on the way to a result
+    # Without a like in b, and on the way to the birth, or to a result without one.
+    only_a: tuple[Place, ...] = ()
     only_b: tuple[Place, ...] = ()
     results: Mapping[str, float] = MappingProxyType({})  # the relative errors, by path
     equal: bool = True  # whether every result is within rounding

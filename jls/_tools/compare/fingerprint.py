@@ -14,7 +14,7 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -23,28 +23,25 @@ from jax import Array, lax
 from jax.core import Tracer
 
 from jls import _validate
-from jls._program.alone import AS_WRITTEN, WIDE, Arithmetic, rounds
-from jls._program.control import Indices, Key, Site, calls_of
-from jls._program.frames import Frame
+from jls._program.alone import AS_WRITTEN, WIDE, rounds
+from jls._program.control import Key, Site, calls_of
+from jls._program.frames import Frame, Variable
 from jls._program.jaxprs import (
     Opened,
-    has_side_effects,
     is_half_atom,
     is_inexact_atom,
     is_literal,
     is_staged,
     opened,
-    operation_of,
-    traced_as,
 )
 from jls._program.places import Place, place_of
 from jls._program.primitives import primitive_of
-from jls._program.recorder import fast_compile_options
 from jls._program.records import Records
 from jls._program.replay import Watched, replay
 from jls._scopes import AUTOCAST, marks_of
 from jls._text import describe
 from jls._tools.compare.sketch import (
+    FIRST,
     MERGING,
     WIDTH,
     has_numbers,
@@ -53,63 +50,50 @@ from jls._tools.compare.sketch import (
 )
 from jls._tools.origin.case import settings, trace_call
 from jls._tools.reading.arguments import items_of
+from jls._tools.reading.reading import is_a_result
 from jls._tools.reading.slow import logging_if_slow
 from jls._tree import is_array
 
-FORMAT = 1  # of the file
+FORMAT = 2  # of the file
 
 # The runs of a program: as it is; with its arguments changed in the last bit; both in
 # float32 throughout, if something in it is narrower.
-WRITTEN, NUDGED, IN_FLOAT32, NUDGED_IN_FLOAT32 = "", "nudged", "wide", "wide nudged"
+WRITTEN, NUDGED = "as written", "nudged"
+IN_FLOAT32, NUDGED_IN_FLOAT32 = "in float32", "nudged, in float32"
 
-
+# The operations of values that none gives; their modules are the names.
+ARGUMENT, RESULT = "argument", "result"
 CLOSED_OVER = "closed over: "  # begins the name of what is no argument
 
 
 class Feed(NamedTuple):
-    """An operation or an argument that a value is computed from."""
+    """A value that another one is computed from."""
 
-    number: int  # of the operation; of argument i it is -1 - i
+    number: int
     late: tuple[int, ...] = ()  # the loops whose iteration before has made it
 
 
-class Operation(NamedTuple):
-    """An operation of a program."""
+class Value(NamedTuple):
+    """An argument, an array that is closed over, an operation, or a result."""
 
     place: Place
     code: str  # the line of its source
-    indices: Indices
-    shape: tuple[int, ...]  # of its first result
+    shape: tuple[int, ...]  # of an operation: of its first result
     dtype: str
     unit: float  # of the coarsest dtype in it; 0 of integers
-    loops: tuple[int, ...]  # around it, outermost first
-    feeds: tuple[Feed, ...]
+    loops: tuple[int, ...] = ()  # around it, outermost first
+    feeds: tuple[Feed, ...] = ()
+
+    @property
+    def is_operation(self) -> bool:
+        return self.place.operation not in (ARGUMENT, RESULT)
 
 
 class Loop(NamedTuple):
     """A loop of a program."""
 
-    indices: Indices
     is_while: bool
-    is_reversed: bool
-    length: int  # 0 of a `while` that is in another loop
-
-
-class Value(NamedTuple):
-    """An argument, what the function closes over, or a result."""
-
-    name: str
-    shape: tuple[int, ...]
-    unit: float
-    feeds: tuple[Feed, ...] = ()
-
-
-class Run(NamedTuple):
-    """The sketches of one run, `u32[..., results, WIDTH]` each."""
-
-    operations: list[np.ndarray]  # an axis for each loop, in the order of time
-    arguments: list[np.ndarray]
-    results: list[np.ndarray]
+    iterations: tuple[int, ...]  # those that are kept, in the order of time
 
 
 class Fingerprint(NamedTuple):
@@ -120,22 +104,24 @@ class Fingerprint(NamedTuple):
 
     Example:
       >>> made = jls.fingerprint(jnp.tanh, jnp.ones(3))
-      >>> [operation.place.operation for operation in made.operations]
-      ['tanh']
+      >>> [value.place.operation for value in made.values]
+      ['argument', 'tanh', 'result']
     """
 
-    operations: tuple[Operation, ...]  # in the order of the program
+    values: tuple[Value, ...]  # arguments, operations in order, results
     loops: tuple[Loop, ...]
-    arguments: tuple[Value, ...]
-    results: tuple[Value, ...]
     rounded: tuple[Place, ...]  # where the user's code rounds to a narrower dtype
-    runs: dict[str, Run]
+    # Of each run the sketches of all values, `u32[..., results, WIDTH]`, with an axis
+    # for each loop, in the order of time.
+    runs: dict[str, tuple[np.ndarray, ...]]
     made_by: dict[str, str]  # jls, jax, platform, device; dtype: the narrowest
     note: str = ""  # why the operations are not known
 
     def __repr__(self) -> str:
-        count, made = len(self.operations), " ".join(self.made_by.values())
-        return f"Fingerprint({count} operations, {len(self.results)} results, {made})"
+        operations = sum(x.is_operation for x in self.values)
+        results = sum(x.place.operation == RESULT for x in self.values)
+        made = " ".join(self.made_by.values())
+        return f"Fingerprint({operations} operations, {results} results, {made})"
 
     def __eq__(self, other: object) -> bool:
         if self is other:
@@ -152,20 +138,15 @@ class Fingerprint(NamedTuple):
 
     def save(self, path: str | Path) -> None:
         """Writes a file that `load` reads; `path` ends in ".npz"."""
-        path = _checked(path)
-        described = self._asdict() | {"runs": list(self.runs), "format": FORMAT}
-        arrays: dict[str, Any] = {
-            "described": np.frombuffer(json.dumps(described).encode(), np.uint8)
-        }
+        path, shapes, arrays = _checked(path), list[Any](), dict[str, Any]()
         for name, run in self.runs.items():
-            flat = [x for part in run for x in part]
-            empty = [np.zeros(0, np.uint32)]
-            shapes = json.dumps([[x.shape for x in part] for part in run])
-            arrays[f"shapes {name}"] = np.frombuffer(shapes.encode(), np.uint8)
-            every = np.concatenate([*empty, *(x.ravel() for x in flat)])
-            arrays[f"sketches {name}"] = every
+            shapes = [x.shape for x in run]  # of all runs
+            flat = [np.zeros(0, np.uint32), *(x.ravel() for x in run)]
+            arrays[name] = np.concatenate(flat)
+        described = json.dumps([FORMAT, self._replace(runs={}), shapes])
         with path.open("wb") as file:
-            np.savez_compressed(file, **arrays)
+            text = np.frombuffer(described.encode(), np.uint8)
+            np.savez_compressed(file, described=text, **arrays)
 
     @staticmethod
     def load(path: str | Path) -> "Fingerprint":
@@ -177,9 +158,8 @@ class Fingerprint(NamedTuple):
         path = _checked(path)
         try:
             with np.load(path, allow_pickle=False) as file:
-                found = {name: file[name] for name in file.files}
-            described = json.loads(found["described"].tobytes())
-            number = described.pop("format")
+                arrays = {name: file[name] for name in file.files}
+            number, *described = json.loads(arrays.pop("described").tobytes())
         except (KeyError, ValueError, EOFError, zipfile.BadZipFile) as error:
             raise ValueError(
                 f"path must be a file that Fingerprint.save wrote, got {str(path)!r}. "
@@ -190,7 +170,13 @@ class Fingerprint(NamedTuple):
                 f"{str(path)!r} has a fingerprint of format {number}, and this jls "
                 f"reads format {FORMAT}. Write it with this version."
             )
-        return _of_json(described, found)
+        made, shapes = described
+        ends = np.cumsum([math.prod(shape) for shape in shapes], dtype=int)
+        runs = {
+            name: tuple(map(np.reshape, np.split(flat, ends[:-1]), shapes))
+            for name, flat in arrays.items()
+        }
+        return _typed(Fingerprint, made)._replace(runs=runs)
 
 
 def _checked(path: Any) -> Path:
@@ -201,43 +187,13 @@ def _checked(path: Any) -> Path:
     return Path(path)
 
 
-def _of_json(described: dict[str, Any], found: dict[str, np.ndarray]) -> Fingerprint:
-    def feeds(rows: Any) -> tuple[Feed, ...]:
-        return tuple(Feed(index, tuple(late)) for index, late in rows)
-
-    def place(row: Any) -> Place:
-        return Place(*row[:-1], iteration=tuple(row[-1]))
-
-    def value(row: Any) -> Value:
-        name, shape, unit, sources = row
-        return Value(name, tuple(shape), unit, feeds(sources))
-
-    def operation(row: Any) -> Operation:
-        where, code, indices, shape, dtype, unit, loops, sources = row
-        indices, shape, loops = map(tuple, (indices, shape, loops))
-        fed = feeds(sources)
-        return Operation(place(where), code, indices, shape, dtype, unit, loops, fed)
-
-    def run(name: str) -> Run:
-        flat, start, parts = found[f"sketches {name}"], 0, []
-        for shapes in json.loads(found[f"shapes {name}"].tobytes()):
-            parts.append([])
-            for shape in shapes:
-                end = start + math.prod(shape)
-                parts[-1].append(flat[start:end].reshape(shape))
-                start = end
-        return Run(*parts)
-
-    return Fingerprint(
-        operations=tuple(map(operation, described["operations"])),
-        loops=tuple(Loop(tuple(i), *rest) for i, *rest in described["loops"]),
-        arguments=tuple(map(value, described["arguments"])),
-        results=tuple(map(value, described["results"])),
-        rounded=tuple(map(place, described["rounded"])),
-        runs={name: run(name) for name in described["runs"]},
-        made_by=described["made_by"],
-        note=described["note"],
-    )
+def _typed(kind: Any, value: Any) -> Any:
+    """What JSON made of a value of a type, as it was: its lists are tuples."""
+    if hasattr(kind, "_fields"):
+        return kind(*map(_typed, get_type_hints(kind).values(), value))
+    if isinstance(value, list):
+        return tuple(_typed(get_args(kind)[0], x) for x in value)
+    return value
 
 
 def fingerprint(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Fingerprint:
@@ -245,9 +201,9 @@ def fingerprint(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Finger
 
     To compare what is not in one process: two machines, two versions of JAX, two
     commits. `fun` is traced, and run one operation at a time: twice, once with its
-    arguments changed in the last bit, to see what rounding does to each operation; four
-    times if it has a dtype narrower than float32, twice in float32. Nothing of yours is
-    changed or donated.
+    arguments changed in the last bit, to see what rounding does to each operation; if
+    it has a dtype narrower than float32, once as it is and twice in float32. Nothing of
+    yours is changed or donated.
 
     Args:
       fun: a loss, a gradient, or a whole step, jitted or not: of plain pytrees, Linen,
@@ -267,164 +223,134 @@ def fingerprint(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Finger
 
     Example:
       >>> made = jls.fingerprint(jax.grad(lambda x: jnp.sum(jnp.tanh(x))), jnp.ones(3))
-      >>> [result.shape for result in made.results]
-      [(3,)]
+      >>> made.values[-1].place.module, made.values[-1].shape
+      ('result', (3,))
     """
-    return program_of("jls.fingerprint", "fun", fun, args, kwargs).fingerprint()
+    return fingerprint_of("jls.fingerprint", "fun", fun, args, kwargs)
 
 
-def program_of(
-    tool: str, name: str, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> "_Traced | _Compiled":
-    """A function to run, of this name in messages."""
-    _validate.function(name, fun)
-    if isinstance(fun, jax.stages.Compiled):
-        return _Compiled(fun, args, kwargs)
-    with settings():
-        return _Traced(tool, fun, args, kwargs)
-
-
-class _Compiled:
-    """A function that is compiled ahead of time, with its arguments."""
-
-    def __init__(self, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._fun, self._args, self._kwargs = fun, args, kwargs
-
-    def fingerprint(self, runs: Sequence[str] | None = None) -> Fingerprint:
-        del runs
-        items = items_of(self._fun(*self._args, **self._kwargs))
-        items = [x for x in items if is_array(x.value) and has_numbers(x.value)]
-        run = Run([], [], [_rows(sketch_all([x.value])) for x in items])
-        names = [_value(x.name, jnp.asarray(x.value)) for x in items]
-        note = "One is compiled ahead of time: its operations cannot be read"
-        return Fingerprint((), (), (), tuple(names), (), {"": run}, _made_by([]), note)
-
-
-class _Traced:
-    """A function that is traced, with its arguments.
+def fingerprint_of(
+    tool: str,
+    name: str,
+    fun: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    runs: Sequence[str] = (),
+) -> Fingerprint:
+    """The fingerprint of a function.
 
     Args:
       tool: which is called.
+      name: of the function, in messages.
       fun: the function.
       args: its arguments.
       kwargs: its keyword arguments.
+      runs: which; by default all that tell something.
     """
+    _validate.function(name, fun)
+    if isinstance(fun, jax.stages.Compiled):
+        return _of_results(fun(*args, **kwargs))
+    with settings():
+        return _Program(tool, fun, args, kwargs).fingerprint(runs)
+
+
+def _of_results(results: Any) -> Fingerprint:
+    """The fingerprint of a function of which nothing but its results is known."""
+    items = [x for x in items_of(results) if is_array(x.value) and has_numbers(x.value)]
+    values = [_value(RESULT, x.name, jnp.asarray(x.value)) for x in items]
+    run = tuple(_rows(sketch_all([x.value])) for x in items)
+    note = "One is compiled ahead of time: its operations cannot be read"
+    return Fingerprint(tuple(values), (), (), {WRITTEN: run}, _made_by([]), note)
+
+
+class _Program:
+    """The program of a function, with its arguments."""
 
     def __init__(
         self, tool: str, fun: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         _, _, arguments, traced = trace_call(tool, fun, args, kwargs)
-        self._program = opened(traced.program)
-        main = Frame(traced.program)
-        items = [arguments.items[i] for i in traced.inputs]
+        self._program, self._main = opened(traced.program), Frame(traced.program)
+        main, items = self._main, [arguments.items[i] for i in traced.inputs]
         self._leaves = [jnp.asarray(x.value) for x in items]
-        self._names = [x.name for x in items]
+        pairs = zip(main.jaxpr.invars, items, strict=True)
+        self._arguments = {x: item.name for x, item in pairs if has_numbers(x)}
+        constants = {x: y for frame in main.all() for x, y in frame.consts.items()}
+        self._constants = {x: y for x, y in constants.items() if has_numbers(x)}
         sites = {
             frame.indices_of(index): (frame, index)
             for frame, index in main.operations()
             if _is_recorded(frame.jaxpr.eqns[index])
         }
         self._sites = dict(sorted(sites.items()))  # in the order of the program
-        self._number = {indices: i for i, indices in enumerate(self._sites)}
+        outputs = filter(is_a_result, (*traced.outputs, *traced.objects))
+        named = enumerate(zip(outputs, main.jaxpr.outvars, strict=True))
+        self._results = [
+            (i, atom, _name(item, item in traced.objects))
+            for i, (item, atom) in named
+            if has_numbers(atom)
+        ]
+        keys = [*self._arguments, *self._constants, *self._sites]
+        self._number = {key: i for i, key in enumerate(keys)}
         frames = [frame for frame in main.all() if frame.is_loop]
         self._loops = {x.site.indices: x for x in frames}
         self._loop_number = {indices: i for i, indices in enumerate(self._loops)}
-        equations = [x for _, _, x in main.equations()]
-        self._rounds = any(map(rounds, equations))
-        self._dtypes = {
-            str(x.aval.dtype)
-            for equation in equations
-            for x in (*equation.invars, *equation.outvars)
-            if is_half_atom(x)
-        }
-        self._rounded = tuple(
-            place_of(frame.site_of(index))
-            for frame, index in main.operations()
-            if _rounds_itself(frame, index)
-        )
-        outputs = [*traced.outputs, *traced.objects]
-        named = [x for x in outputs if isinstance(x.value, _RESULTS)]
-        self._results = [
-            (_name(item, item in traced.objects), atom)
-            for item, atom in zip(named, main.jaxpr.outvars, strict=True)
-        ]
-        self._main = main
-        inputs = list(filter(has_numbers, main.jaxpr.invars))
-        constants = {x: y for frame in main.all() for x, y in frame.consts.items()}
-        self._constants = {x: y for x, y in constants.items() if has_numbers(x)}
-        self._inputs = {x: i for i, x in enumerate([*inputs, *self._constants])}
         self._compiled: dict[Any, Any] = {}  # of loops
 
-    def fingerprint(self, runs: Sequence[str] | None = None) -> Fingerprint:
-        """The fingerprint of some runs; by default of all that tell something."""
-        names = [WRITTEN, NUDGED]
-        if self._rounds:
-            names = [WRITTEN, IN_FLOAT32, NUDGED_IN_FLOAT32]
-        with settings(), logging_if_slow(_SLOW):
-            found = {name: self._run(name) for name in runs or names}
-        lengths = found[next(iter(found))][1]
-        loops = [
-            Loop(indices, x.kind == "while", x.is_reversed, lengths.get(indices, 0))
-            for indices, x in self._loops.items()
-        ]
-        results = [
-            _value(name, atom, self._feeds_of([(self._main, atom)]))
-            for name, atom in self._results
-            if has_numbers(atom)
-        ]
-        pairs = zip(self._names, self._leaves, strict=True)
-        arguments = [_value(name, x) for name, x in pairs if has_numbers(x)]
+    def fingerprint(self, runs: Sequence[str]) -> Fingerprint:
+        equations = [x for _, _, x in self._main.equations()]
+        if not runs and any(map(rounds, equations)):
+            runs = (WRITTEN, IN_FLOAT32, NUDGED_IN_FLOAT32)
+        with logging_if_slow(_SLOW):
+            found = {name: self._run(name) for name in runs or (WRITTEN, NUDGED)}
+        atoms = (y for x in equations for y in (*x.invars, *x.outvars))
         return Fingerprint(
-            operations=tuple(self._operations()),
-            loops=tuple(loops),
-            arguments=(*arguments, *_closed_over(self._constants)),
-            results=tuple(results),
-            rounded=self._rounded,
+            values=tuple(self._values()),
+            loops=found[WRITTEN][1],
+            rounded=tuple(
+                place_of(frame.site_of(index))
+                for frame, index in self._main.operations()
+                if _rounds_itself(frame, index)
+            ),
             runs={name: run for name, (run, _) in found.items()},
-            made_by=_made_by(self._dtypes),
+            made_by=_made_by({str(x.aval.dtype) for x in atoms if is_half_atom(x)}),
         )
 
-    def _run(self, name: str) -> tuple[Run, dict[Indices, int]]:
-        """One run, and the numbers of iterations of its loops."""
-        is_wide, nudged = "wide" in name, "nudged" in name
-        consts, leaves = self._program.consts, self._leaves
-        if nudged:
-            consts, leaves = (list(map(_nudged, x)) for x in (consts, leaves))
+    def _run(self, name: str) -> tuple[tuple[np.ndarray, ...], tuple[Loop, ...]]:
+        """The sketches of one run, and the loops."""
+        is_wide = name in (IN_FLOAT32, NUDGED_IN_FLOAT32)
+        nudged = _nudged if name in (NUDGED, NUDGED_IN_FLOAT32) else lambda x: x
+        leaves = list(map(nudged, self._leaves))
+        consts = list(map(nudged, self._program.consts))
         program: Any = Opened(self._program.jaxpr, consts)
         with jax.disable_jit():  # loops and branches too
             results, tree = replay(
                 program,
                 leaves,
                 self._watch,
-                arithmetic=_quick(WIDE if is_wide else AS_WRITTEN),
+                arithmetic=WIDE if is_wide else AS_WRITTEN,
                 merging=MERGING,
-                around=_Around(self._compiled, is_wide),
+                around=functools.partial(self._around, is_wide),
             )
-        kept = [
-            x
-            for x, (_, atom) in zip(results, self._results, strict=True)
-            if has_numbers(atom)
+        constants = zip(self._program.jaxpr.constvars, consts, strict=False)
+        given = [
+            *filter(has_numbers, leaves),
+            *(self._constants | dict(constants)).values(),
         ]
-        constants = self._constants | dict(
-            zip(self._program.jaxpr.constvars, consts, strict=False)
+        given, made, tree = jax.device_get(
+            (
+                [sketch_all([jnp.asarray(x)]) for x in given],
+                [sketch_all([results[i]]) for i, *_ in self._results],
+                tree,
+            )
         )
-        given = [sketch_all([x]) for x in leaves if has_numbers(x)]
-        given += [sketch_all([jnp.asarray(constants[x])]) for x in self._constants]
-        made = [sketch_all([x]) for x in kept]
-        tree, given, made = jax.device_get((tree, given, made))
-        operations, records = [], Records(tree)
-        for indices, (frame, _) in self._sites.items():
-            rows = _rows(records.at(indices))
-            for axis, loop in enumerate(frame.loops()):
-                rows = np.flip(rows, axis) if loop.is_reversed else rows
-            operations.append(np.ascontiguousarray(rows))
-        lengths = {}
-        for indices, loop in self._loops.items():
-            lengths[indices] = loop.length
-            if loop.kind == "while":
-                count = records.at((*indices, Key.ITERATIONS))
-                lengths[indices] = int(count[0, 0]) if np.shape(count) == (1, 2) else 0
-        return Run(operations, *(list(map(_rows, x)) for x in (given, made))), lengths
+        records = Records(tree)
+        operations = [
+            _in_time(_rows(records.at(indices)), frame)
+            for indices, (frame, _) in self._sites.items()
+        ]
+        loops = (_loop(frame, records) for frame in self._loops.values())
+        return (*map(_rows, given), *operations, *map(_rows, made)), tuple(loops)
 
     def _watch(
         self, site: Site, inputs: Sequence[Any], results: Sequence[Any]
@@ -438,106 +364,88 @@ class _Traced:
         pairs = zip(results, atoms, strict=True)
         return Watched(results, sketch_all([x for x, y in pairs if has_numbers(y)]))
 
-    def _operations(self) -> Iterator[Operation]:
-        for indices, (frame, index) in self._sites.items():
+    def _around(self, is_wide: bool, site: Site, run: Any) -> Any:
+        """Compiles what runs on several devices once, and long loops.
+
+        Other loops run one operation at a time, as the rest does.
+        """
+        (call, *_) = calls_of(site.equation)
+        is_long = (call.length or 0) > _LONG
+        if is_staged() or not (call.kind == "devices" or is_long):
+            return run
+        key = (site.indices, is_wide)
+        return jax.disable_jit(False)(self._compiled.setdefault(key, jax.jit(run)))
+
+    def _values(self) -> Iterator[Value]:
+        for atom, name in self._arguments.items():
+            yield _value(ARGUMENT, name, atom)
+        types = [f"{x.aval.dtype}{list(x.aval.shape)}" for x in self._constants]
+        for atom, name in zip(self._constants, types, strict=True):
+            count = types.count(name)
+            which = f" (one of {count})" if count > 1 else ""
+            yield _value(ARGUMENT, f"{CLOSED_OVER}{name}{which}", atom)
+        for frame, index in self._sites.values():
             equation, place = frame.jaxpr.eqns[index], place_of(frame.site_of(index))
             atoms = (*equation.invars, *equation.outvars)
             results = list(filter(has_numbers, equation.outvars))
             is_number = any(map(is_inexact_atom, results))
-            yield Operation(
+            yield Value(
                 place=place,
                 code=linecache.getline(place.file, place.line).strip(),
-                indices=indices,
                 shape=tuple(results[0].aval.shape),
                 dtype=str(results[0].aval.dtype),
                 unit=max(map(_unit, atoms)) if is_number else 0.0,
                 loops=tuple(self._loop_number[x.site.indices] for x in frame.loops()),
-                feeds=self._feeds_of([(frame, x) for x in equation.invars]),
+                feeds=self._feeds_of((frame, x) for x in equation.invars),
             )
+        for _, atom, name in self._results:
+            yield _value(RESULT, name, atom, self._feeds_of([(self._main, atom)]))
 
-    def _feeds_of(self, variables: Sequence[tuple[Frame, Any]]) -> tuple[Feed, ...]:
-        """What has sketches of its own, and some variables are computed from."""
+    def _feeds_of(self, variables: Iterable[Variable]) -> tuple[Feed, ...]:
+        """The values that some variables are computed from, without any between."""
         stack = [(frame, atom, frozenset[int]()) for frame, atom in variables]
-        found, seen = dict[Feed, None](), set[Any]()
+        found, seen = set[Feed](), set[Any]()
         while stack:
-            frame, atom, late = stack.pop()
-            if is_literal(atom) or (frame, atom, late) in seen:
+            frame, atom, late = here = stack.pop()
+            if is_literal(atom) or here in seen:
                 continue
-            seen.add((frame, atom, late))
-            link = frame.link(atom)
-            if link.way in ("argument", "constant") and atom in self._inputs:
-                number = -1 - self._inputs[atom]
-                found[Feed(number, tuple(sorted(late)))] = None
-            maker = frame.makers.get(atom)
-            if link.way == "operation" and maker:
-                number = self._number.get(frame.indices_of(maker.position))
-                if number is not None:
-                    found[Feed(number, tuple(sorted(late)))] = None
-                    continue
-            if link.way == "branch" and maker:  # and what chooses
+            seen.add(here)
+            link, maker = frame.link(atom), frame.makers.get(atom)
+            key = atom if link.way in ("argument", "constant") else None
+            if maker and link.way == "operation":
+                key = frame.indices_of(maker.position)
+            if key in self._number:
+                found.add(Feed(self._number[key], tuple(sorted(late))))
+                continue
+            if maker and link.way == "branch":  # and what chooses
                 equation = frame.jaxpr.eqns[maker.position]
                 stack.append((frame, equation.invars[0], late))
             if link.way == "carry":
                 outside, after = link.sources
-                stack.append((*outside, late))
                 loop = self._loop_number[frame.site.indices]
-                stack.append((*after, late | {loop}))
+                stack += [(*outside, late), (*after, late | {loop})]
                 continue
             stack += [(*x, late) for x in link.sources]
         return tuple(sorted(found))
 
 
-def _quick(arithmetic: Arithmetic) -> Arithmetic:
-    """The same, with operations that are compiled in less time, and once if equal."""
-
-    def run(site: Site, inputs: Sequence[Any]) -> list[Any]:
-        equation = site.equation
-        is_wide = arithmetic is WIDE and rounds(equation)
-        if is_staged() or is_wide or has_side_effects(equation):
-            return arithmetic.run(site, inputs)
-        try:
-            jitted = _jitted(operation_of(equation))
-        except TypeError:  # a parameter has no hash
-            return arithmetic.run(site, inputs)
-        with traced_as(equation), jax.disable_jit(False):
-            return jitted(*inputs)
-
-    return Arithmetic(arithmetic.held, run)
+def _in_time(rows: np.ndarray, frame: Frame) -> np.ndarray:
+    """The sketches of an operation, by iteration in the order of time."""
+    axes = (i for i, loop in enumerate(frame.loops()) if loop.is_reversed)
+    return np.ascontiguousarray(np.flip(rows, tuple(axes)))
 
 
-@functools.lru_cache(4096)
-def _jitted(operation: Any) -> Any:
-    return jax.jit(
-        lambda *x: operation.bind(x), compiler_options=fast_compile_options()
-    )
-
-
-class _Around:
-    """Compiles what runs on several devices once, and long loops.
-
-    Other loops run one operation at a time, as the rest does.
-    """
-
-    def __init__(self, compiled: dict[Any, Any], is_wide: bool) -> None:
-        self._compiled, self._is_wide = compiled, is_wide
-
-    def __call__(self, site: Site, run: Any) -> Any:
-        (call, *_) = calls_of(site.equation)
-        is_long = (call.length or 0) > _LONG
-        if is_staged() or not (call.kind == "devices" or is_long):
-            return run
-        key = (site.indices, self._is_wide)
-        jitted = self._compiled.setdefault(key, jax.jit(run))
-
-        def run_compiled(inputs: list[Any]) -> Any:
-            with jax.disable_jit(False):
-                return jitted(inputs)
-
-        return run_compiled
+def _loop(frame: Frame, records: Records) -> Loop:
+    is_while, every = frame.kind == "while", range(frame.length)
+    if is_while:
+        count = records.at((*frame.site.indices, Key.ITERATIONS))
+        is_known = np.shape(count) == (1, 2)  # and not one for each iteration outside
+        last = int(count[0, 0]) - 1 if is_known else FIRST
+        return Loop(True, (*range(FIRST), last))
+    return Loop(False, tuple(every[::-1] if frame.is_reversed else every))
 
 
 _LONG = 1000  # iterations
-_RESULTS = (jax.ShapeDtypeStruct, np.ndarray)
 _SLOW = "jls.compare is running the program one operation at a time."
 # Whose result has the numbers of an operand, and no more.
 _NOT_RECORDED = ("broadcast_in_dim", "reduce_precision")
@@ -556,13 +464,12 @@ def _is_recorded(equation: Any) -> bool:
 
 def _rounds_itself(frame: Frame, index: int) -> bool:
     """Whether the user's code rounds to a narrower dtype."""
-    equation, site = frame.jaxpr.eqns[index], frame.site_of(index)
-    name, (atom, *_) = equation.primitive.name, (*equation.invars, None)
-    if name not in ("convert_element_type", "reduce_precision") or not rounds(equation):
-        return False
-    is_narrower = _unit(equation.outvars[0]) > _unit(atom) > 0
-    is_narrower |= name == "reduce_precision"
-    return is_narrower and AUTOCAST not in marks_of(site)
+    equation = frame.jaxpr.eqns[index]
+    name = equation.primitive.name
+    is_rounded = name == "reduce_precision"
+    if name == "convert_element_type":
+        is_rounded = _unit(equation.outvars[0]) > _unit(equation.invars[0]) > 0
+    return is_rounded and AUTOCAST not in marks_of(frame.site_of(index))
 
 
 def _unit(value: Any) -> float:
@@ -573,18 +480,11 @@ def _unit(value: Any) -> float:
     return max(float(jnp.finfo(dtype).eps), 2.0**-23)
 
 
-def _value(name: str, value: Any, feeds: tuple[Feed, ...] = ()) -> Value:
-    shape = getattr(value, "aval", value).shape
-    return Value(name, tuple(shape), _unit(value), feeds)
-
-
-def _closed_over(constants: Iterable[Any]) -> Iterator[Value]:
-    """The arrays that a function closes over: of one name if there are as many."""
-    types = [f"{x.aval.dtype}{list(x.aval.shape)}" for x in constants]
-    for i, (x, name) in enumerate(zip(constants, types, strict=True)):
-        place, count = types[:i].count(name) + 1, types.count(name)
-        which = f" ({place} of {count})" if count > 1 else ""
-        yield _value(f"{CLOSED_OVER}{name}{which}", x)
+def _value(kind: str, name: str, given: Any, feeds: tuple[Feed, ...] = ()) -> Value:
+    """An argument or a result, of this name; `given` is an array, or its variable."""
+    aval = getattr(given, "aval", given)
+    shape, dtype = tuple(aval.shape), str(aval.dtype)
+    return Value(Place(kind, module=name), "", shape, dtype, _unit(given), feeds=feeds)
 
 
 def _name(item: Any, is_object: bool) -> str:

@@ -1,40 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which operations of two programs are the same one, and where they part.
+"""Which values of two programs are the same one, and where the programs part.
 
-Operations are paired by scope, operation, shape and line, then in order, then by what
-they gave. What a program computes twice, such as in a checkpoint, counts once. Then the
-results that differ are followed back, through operations that differ, to those whose
-operands do not.
+Operations are paired by scope, operation, shape and line, and by what they gave. Then
+the results that differ are followed back, through values that differ or that only one
+program has. Of those, the first in time that differs by more than its operands explain
+is where they part.
 """
 
 import difflib
-import itertools
+import functools
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from jls._program.places import Place
 from jls._tools.compare.fingerprint import (
-    CLOSED_OVER,
+    ARGUMENT,
     IN_FLOAT32,
+    NUDGED,
+    NUDGED_IN_FLOAT32,
+    RESULT,
+    WRITTEN,
     Feed,
     Fingerprint,
+    Value,
 )
-from jls._tools.compare.sketch import apart
+from jls._tools.compare.sketch import FIRST, apart
 
 # Of a unit of the coarsest dtype, of what the last bits of the arguments change, and of
 # the error of the operands.
 FACTOR = 8.0
-# Fewer elements may be equal by chance.
-_FEW = 8
 UNIT = 2.0**-23  # of float32
-_LEAST = 2.0**-149  # the error of two runs of which a bit differs
+_FEW = 8  # fewer elements may be equal by chance
 
 
 class Point(NamedTuple):
-    """An operation at which two programs part."""
+    """A value at which two programs part."""
 
     a: int
     b: int
@@ -47,449 +49,282 @@ class Found(NamedTuple):
     """How two programs differ."""
 
     birth: Point | None
-    argument: tuple[int, float] | None  # the first that differs
-    only_a: list[int]
+    only_a: list[int]  # without a like in b, and on the way to the birth or a result
     only_b: list[int]
-    errors: dict[int, float]  # by the operation of the first program
-    results: list[tuple[int, int, float]]  # of both programs, and the error
-    bad: list[int]  # those in `results` that rounding does not explain
+    errors: dict[int, float]  # by the value of a
     flipped: list[int]  # whose choices differ, by rounding
-    is_same: bool  # whether they are two runs of one program
+    is_bad: bool  # whether a result differs, by more than rounding
+    is_unknown: bool  # whether the operations of one of them are not known
+
+    @property
+    def differs(self) -> bool:
+        """Whether something but rounding is to blame."""
+        is_to_blame = self.birth or self.only_a or self.only_b or self.is_unknown
+        return bool(self.is_bad and is_to_blame)
 
 
 class _Side:
-    """One of the two programs, without what it computes twice."""
+    """One of the two programs, in two runs that round otherwise.
 
-    def __init__(self, made: Fingerprint, run: str, nudged: str, is_same: bool) -> None:
-        self.made, self.run, self.nudged = made, made.runs[run], made.runs.get(nudged)
-        # The unit of the coarsest dtype in this run.
-        self.most = UNIT if run == IN_FLOAT32 else math.inf
-        first, self.once = dict[Hashable, int](), list[int]()
-        for i, operation in enumerate(made.operations):
-            place = operation.place
-            sketch = self.run.operations[i]
-            key = (place.operation, operation.code, sketch.shape, sketch.tobytes())
-            key = i if is_same else key
-            self.once.append(first.setdefault(key, i))
-        self.kept = sorted(first.values())
-        self.feeds = {
-            i: tuple({self._merged(x) for x in made.operations[i].feeds})
-            for i in self.kept
-        }
-        self.result_feeds = [
-            tuple({self._merged(x) for x in value.feeds}) for value in made.results
-        ]
-        self.noise = dict[int, np.ndarray]()
-        if self.nudged:
-            for i in self.kept:
-                other = self.nudged.operations[i]
-                self.noise[i] = apart(self.run.operations[i], other).error
+    Args:
+      made: its fingerprint.
+      in_float32: whether it is run in float32 throughout.
+      is_exact: whether every bit counts.
+    """
 
-    def _merged(self, feed: Feed) -> Feed:
-        return feed if feed.number < 0 else Feed(self.once[feed.number], feed.late)
+    def __init__(self, made: Fingerprint, in_float32: bool, is_exact: bool) -> None:
+        self.values, self.loops = made.values, made.loops
+        is_half = IN_FLOAT32 in made.runs
+        names = WRITTEN, IN_FLOAT32 if is_half else NUDGED
+        if is_half and in_float32:
+            names = IN_FLOAT32, NUDGED_IN_FLOAT32
+        self.run = made.runs[names[0]]
+        self._other = None if is_exact else made.runs.get(names[1])
+        most = UNIT if names[0] == IN_FLOAT32 else math.inf
+        self._most = 0.0 if is_exact else most  # a unit of the coarsest dtype
+        every = list(enumerate(self.values))
+        self.results = [i for i, x in every if x.place.operation == RESULT]
+        self.operations = [i for i, x in every if x.is_operation]
+        self._start = dict[int, int]()  # the first operation of each loop
+        self._first = dict[bytes, int]()  # the first that gave these bits
+        for i in self.operations:
+            self._first.setdefault(self.run[i].tobytes(), i)
+            for loop in self.values[i].loops:
+                self._start.setdefault(loop, i)
+        self.errors = dict[int, np.ndarray]()  # of the values that have a like
+        self.operands = functools.cache(self._operands)
 
-    def behind(self, results: Iterable[int], is_odd: Callable[[int], bool]) -> set[int]:
-        """The operations that some results come from, through those that are odd."""
-        stack = [x.number for i in results for x in self.result_feeds[i]]
-        found = set[int]()
-        while stack:
-            i = stack.pop()
-            if i >= 0 and i not in found and is_odd(i):
-                found.add(i)
-                stack += [x.number for x in self.feeds[i]]
-        return found
+    # By equal ones operations are paired.
 
-    def place(self, i: int) -> Place:
-        return self.made.operations[i].place
+    def by_kind(self, i: int) -> tuple[Hashable, ...]:
+        value, results = self.values[i], self.run[i].shape[-2]
+        shape, loops = tuple(sorted(value.shape)), len(value.loops)
+        return (value.place.operation, value.place.is_backward, shape, results, loops)
 
-    @property
-    def stops(self) -> list[int]:
-        return [i for i in self.kept if self.place(i).operation == "stop_gradient"]
+    def by_line(self, i: int) -> tuple[Hashable, ...]:
+        return (*self.by_kind(i), self.values[i].place.module, self.values[i].code)
+
+    def by_line_and_bits(self, i: int) -> Hashable:
+        return (self.by_line(i), self.run[i].tobytes())
+
+    def alike(self, i: int) -> Hashable:
+        """What operations share that may give the same numbers.
+
+        None of zeros, and of bits that an operation before has given.
+        """
+        size, run = math.prod(self.values[i].shape), self.run[i]
+        few = self.values[i].place.operation if size < _FEW else ""
+        is_telling = run[..., 1].any() and self._first[run.tobytes()] == i
+        return (size, few, run.shape) if is_telling else None
+
+    # What rounding explains.
 
     def unit(self, i: int) -> float:
-        return min(self.made.operations[i].unit, self.most)
+        return min(self.values[i].unit, self._most)
 
-    def moment(self, i: int, iteration: Sequence[int]) -> tuple[int, ...]:
-        """By it operations are in the order in which they run."""
-        operation, at = self.made.operations[i], []
-        starts = [len(self.made.loops[x].indices) for x in operation.loops]
-        for depth, index in enumerate(operation.indices):
-            if depth in starts:
-                at.append(iteration[starts.index(depth)])
-            at.append(index)
-        return tuple(at)
+    def noise(self, i: int) -> np.ndarray:
+        """What rounding explains of a value, in each iteration."""
+        other = self.run if self._other is None else self._other
+        return np.maximum(apart(self.run[i], other[i]), self.unit(i))
+
+    # Where a value comes from.
+
+    def moment(self, i: int, iteration: Sequence[int]) -> list[int]:
+        """By it values are in the order in which they are computed."""
+        pairs = zip(self.values[i].loops, iteration, strict=True)
+        return [x for loop, at in pairs for x in (self._start[loop], at)] + [i]
+
+    def behind(self, numbers: Iterable[int], same: Container[int]) -> set[int]:
+        """The values that some come from, through none that are the same in both."""
+        stack, found = list(numbers), set[int]()
+        while stack:
+            i = stack.pop()
+            if i not in found and i not in same:
+                found.add(i)
+                stack += [x.number for x in self.values[i].feeds]
+        return found
+
+    def _operands(self, i: int) -> tuple[set[Feed], set[int]]:
+        """The values with a like that one is computed from, and those between."""
+        stack, seen = list(self.values[i].feeds), set[Feed]()
+        while stack:
+            feed = stack.pop()
+            if feed not in seen and feed.number not in self.errors:
+                for x in self.values[feed.number].feeds:
+                    late = sorted({*feed.late, *x.late})
+                    stack.append(Feed(x.number, tuple(late)))
+            seen.add(feed)
+        paired = {x for x in seen if x.number in self.errors}
+        return paired, {x.number for x in seen - paired}
+
+    def inputs_error(self, i: int, iteration: Sequence[int]) -> float:
+        """The largest error of the operands of a value in an iteration."""
+        operands, _ = self.operands(i)
+        return max((self._seen(x, i, iteration) for x in operands), default=0.0)
+
+    def _seen(self, operand: Feed, i: int, iteration: Sequence[int]) -> float:
+        """The largest error of an operand in the iterations that it may come from."""
+        around, index = self.values[i].loops, list[slice]()
+        for depth, loop in enumerate(self.values[operand.number].loops):
+            if around[depth : depth + 1] != (loop,):
+                break
+            at = iteration[depth]
+            if loop in operand.late:
+                # Those before the last one of a `while` are not kept.
+                is_last = self.loops[loop].is_while and at == FIRST
+                index.append(slice(None if is_last else at))
+                break
+            index.append(slice(at, at + 1))
+        return float(self.errors[operand.number][tuple(index)].max(initial=0.0))
+
+    def only(self, behind: set[int], birth: int | None) -> list[int]:
+        """The operations without a like, if there is a birth those on the way to it.
+
+        What comes right before the birth is first.
+        """
+        found, last = behind - self.errors.keys(), set[int]()
+        if birth is not None:
+            _, found = self.operands(birth)
+            last = {x.number for x in self.values[birth].feeds}
+        found = found.intersection(self.operations)
+        return sorted(found, key=lambda i: (i not in last, i))
+
+    def stops(self) -> list[int]:
+        """What only this program stops the gradient of."""
+        alone = (i for i in self.operations if i not in self.errors)
+        return [i for i in alone if self.values[i].place.operation == "stop_gradient"]
 
 
 def find(
-    a: Fingerprint,
-    b: Fingerprint,
-    runs: tuple[str, str],
-    nudged: tuple[str, str],
-    is_same: bool = False,
+    a: Fingerprint, b: Fingerprint, in_float32: bool = False, is_exact: bool = False
 ) -> Found:
     """How two programs differ, from their fingerprints.
 
     Args:
       a: one program.
       b: the other one.
-      runs: which run of each.
-      nudged: another run of each, which rounds otherwise.
-      is_same: whether they are two runs of one program, of which every bit counts.
+      in_float32: whether to compare what they give in float32.
+      is_exact: whether they are two runs of one program, of which every bit counts.
     """
-    sides = [
-        _Side(made, name, other, is_same)
-        for made, name, other in zip((a, b), runs, nudged, strict=True)
-    ]
-    return _Search(sides[0], sides[1], is_same).found()
-
-
-class _Search:
-    def __init__(self, a: _Side, b: _Side, is_same: bool) -> None:
-        self.a, self.b, self.is_same = a, b, is_same
-        self.pair = {i: i for i in a.kept} if is_same else _paired(a, b)
-        self.back = {j: i for i, j in self.pair.items()}
-        self.error = {i: self._error(i, j) for i, j in self.pair.items()}
-        self.noise = {i: self._noise(i, j) for i, j in self.pair.items()}
-        self.arguments = same_names(a.made.arguments, b.made.arguments)
-        self.given = {i: self._error_of_argument(i) for i in self.arguments}
-
-    def _error_of_argument(self, i: int) -> float:
-        """How far an argument is off; 0 if both close over it, in another order."""
-        name, shape, *_ = self.a.made.arguments[i]
-
-        def error(j: int) -> float:
-            pair = self.a.run.arguments[i], self.b.run.arguments[j]
-            return float(apart(*pair).error.max())
-
-        own = error(self.arguments[i])
-        if own <= FACTOR * UNIT or not name.startswith(CLOSED_OVER):
-            return own
-        is_elsewhere = any(
-            error(j) <= FACTOR * UNIT
-            for j, x in enumerate(self.b.made.arguments)
-            if x.name.startswith(CLOSED_OVER) and x.shape == shape
-        )
-        return 0.0 if is_elsewhere else own
-
-    def _error(self, i: int, j: int) -> np.ndarray:
-        return self._apart(self.a.run.operations[i], self.b.run.operations[j])
-
-    def _apart(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
-        found = apart(one, other)
-        least = _LEAST if self.is_same else 0.0
-        return np.where(found.has_bits, np.maximum(found.error, least), 0.0)
-
-    def _noise(self, i: int, j: int) -> np.ndarray:
-        """What rounding explains of an operation, in each iteration."""
-        unit = 0.0 if self.is_same else max(self.a.unit(i), self.b.unit(j))
-        cut = tuple(map(slice, self.error[i].shape))
-        found = np.full(self.error[i].shape, unit)
-        for side, k in ((self.a, i), (self.b, j)):
-            if k in side.noise:
-                found = np.maximum(found, side.noise[k][cut])
-        return found if unit else np.zeros_like(found)
-
-    def is_odd(self, i: int) -> bool:
-        """Whether an operation of the first program has no like, or differs from it."""
-        return i not in self.pair or bool(self.differs(i).any())
-
-    def differs(self, i: int) -> np.ndarray:
-        return self.error[i] > FACTOR * self.noise[i]
-
-    def found(self) -> Found:
-        results = self._results()
-        bad = [i for i, _, error, limit in results if error > limit]
-        pairs = {i: j for i, j, _, _ in results}
-        behind_a = self.a.behind(bad, self.is_odd)
-        if self.is_same:  # what reaches no result counts too
-            behind_a = set(filter(self.is_odd, self.a.kept))
-        of_b = [pairs[i] for i in bad]
-        behind_b = self.b.behind(of_b, lambda j: self._is_odd_in_b(j))
-        reach_a = _reach(self.a, self.error, self.given)
-        of_b_errors = {self.pair[i]: x for i, x in self.error.items()}
-        given = {self.arguments[i]: x for i, x in self.given.items()}
-        reach_b = _reach(self.b, of_b_errors, given)
-        births, flipped = list[Point](), list[int]()
-        for i in sorted(behind_a & self.pair.keys()):
-            known = np.maximum(
-                _known(self.a, i, reach_a, self.error[i].shape, self.given),
-                _known(self.b, self.pair[i], reach_b, self.error[i].shape, given),
-            )
-            if not self.a.unit(i) and (self.differs(i) & (known > 0)).any():
-                flipped.append(i)
-                reach_a[i] = np.full(self.error[i].shape, np.inf)
-                reach_b[self.pair[i]] = reach_a[i]
-            is_birth = self.differs(i) & (self.error[i] > FACTOR * known)
-            if self.is_same or not self.a.unit(i):
-                is_birth &= known == 0
-            if is_birth.any():
-                at = np.unravel_index(int(np.argmax(is_birth)), is_birth.shape)
-                births.append(
-                    Point(
-                        i,
-                        self.pair[i],
-                        float(self.error[i][at]),
-                        float(known[at]),
-                        tuple(map(int, at)),
-                    )
-                )
-        births.sort(key=lambda x: self.a.moment(x.a, x.iteration))
-        birth = births[0] if births else None
-        argument = next(
-            ((i, x) for i, x in self.given.items() if x > FACTOR * UNIT), None
-        )
-        only_a = _only(self.a, behind_a, self.pair, birth and birth.a)
-        only_b = _only(self.b, behind_b, self.back, birth and birth.b)
-        ends = [self.a.place(birth.a if birth else i) for i in only_a]
-        ends += [self.b.place(birth.b if birth else j) for j in only_b]
-        if any(x.is_backward for x in ends):
-            # It computes nothing, but decides what the backward pass has.
-            only_a |= {i for i in self.a.stops if i not in self.pair}
-            only_b |= {j for j in self.b.stops if j not in self.back}
-        return Found(
-            birth,
-            argument,
-            sorted(only_a),
-            sorted(only_b),
-            {i: float(x.max()) for i, x in self.error.items() if x.size},
-            [(i, j, error) for i, j, error, _ in results],
-            [n for n, (i, *_) in enumerate(results) if i in bad],
-            flipped,
-            self.is_same,
-        )
-
-    def _is_odd_in_b(self, j: int) -> bool:
-        return j not in self.back or self.is_odd(self.back[j])
-
-    def _results(self) -> list[tuple[int, int, float, float]]:
-        """The results that both have, with the error and what rounding explains."""
-        found = []
-        for i, j in same_names(self.a.made.results, self.b.made.results).items():
-            error = self._apart(self.a.run.results[i], self.b.run.results[j]).item()
-            noise = 0.0
-            for side, k in ((self.a, i), (self.b, j)):
-                if not self.is_same:
-                    noise = max(noise, min(side.made.results[k].unit, side.most))
-                if side.nudged:
-                    other = side.nudged.results[k]
-                    more = apart(side.run.results[k], other).error.item()
-                    noise = max(noise, more)
-            found.append((i, j, error, FACTOR * noise))
-        return found
-
-
-def _only(
-    side: _Side, behind: set[int], pair: Collection[int], birth: int | None
-) -> set[int]:
-    """The operations without a like, if there is a birth those on the way to it.
-
-    Args:
-      side: the program.
-      behind: what differs, and leads to a result that does.
-      pair: the operations that have a like.
-      birth: that of the program, if there is one.
-    """
-    found = {i for i in behind if i not in pair}
-    near = set[int]()
-    stack = [] if birth is None else [birth]
-    while stack:
-        feeds = {x.number for x in side.feeds[stack.pop()]} & found - near
-        near |= feeds
-        stack += feeds
-    return found if birth is None else near
-
-
-def same_names(a: Sequence, b: Sequence) -> dict[int, int]:
-    """The places of the values that both have: of one name, or else in order."""
-    names = {x.name: i for i, x in enumerate(b)}
-    found = {
-        i: names[x.name]
-        for i, x in enumerate(a)
-        if x.name in names and b[names[x.name]].shape == x.shape
+    one, two = (_Side(x, in_float32, is_exact) for x in (a, b))
+    pair = _paired(one, two)
+    errors = {i: apart(one.run[i], two.run[j]) for i, j in pair.items()}
+    differs = {
+        i: errors[i] > FACTOR * _largest(one.noise(i), two.noise(j))
+        for i, j in pair.items()
     }
-    if found or [x.shape for x in a] != [x.shape for x in b]:
-        return found
-    return {i: i for i in range(len(a))}
+    one.errors = {i: error.copy() for i, error in errors.items()}
+    two.errors = {pair[i]: error for i, error in one.errors.items()}  # the same arrays
+    roots = pair if is_exact else one.results
+    bad = [i for i in roots if i in pair and differs[i].any()]
+    same = {i: j for i, j in pair.items() if not differs[i].any()}
+    behind_a = one.behind(bad, same.keys())
+    behind_b = two.behind([pair[i] for i in bad], {*same.values()})
+    points = [
+        (one.moment(i, at), i, tuple(at))
+        for i in behind_a.intersection(pair).difference(one.results)
+        for at in np.argwhere(differs[i]).tolist()
+    ]
+    birth, flipped = None, list[int]()
+    for _, i, at in sorted(points):
+        known = max(one.inputs_error(i, at), two.inputs_error(pair[i], at))
+        if one.unit(i) == 0 and known > 0:  # rounding decides
+            flipped.append(i)
+            one.errors[i][at] = np.inf
+        elif errors[i][at] > FACTOR * known:
+            birth = Point(i, pair[i], float(errors[i][at]), known, at)
+            break
+    only_a, only_b = list[int](), list[int]()
+    is_unknown = bool(a.note or b.note)
+    if not is_unknown:
+        only_a = one.only(behind_a, birth and birth.a)
+        only_b = two.only(behind_b, birth and birth.b)
+        ends = [a.values[birth.a if birth else i] for i in only_a]
+        ends += [b.values[birth.b if birth else j] for j in only_b]
+        if any(x.place.is_backward for x in ends):
+            # They compute nothing, but decide what the backward pass has.
+            only_a = [*dict.fromkeys(one.stops() + only_a)]
+            only_b = [*dict.fromkeys(two.stops() + only_b)]
+    largest = {i: float(x.max()) for i, x in errors.items() if x.size}
+    return Found(birth, only_a, only_b, largest, flipped, bool(bad), is_unknown)
 
 
-# Pairs.
+def _largest(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """The larger one of each, as far as both go."""
+    cut = tuple(slice(min(x)) for x in zip(one.shape, other.shape, strict=True))
+    return np.maximum(one[cut], other[cut])
 
 
 def _paired(a: _Side, b: _Side) -> dict[int, int]:
-    """The operations of the second program by those of the first."""
-    pair = _aligned(a, b, a.kept, b.kept, _by_line)
-    left = [i for i in a.kept if i not in pair]
-    others = set(pair.values())
-    rest = [j for j in b.kept if j not in others]
-    pair |= _between(a, b, pair, left, rest)
-    return _by_value(a, b, pair)
-
-
-def _by_line(side: _Side, i: int) -> Hashable:
-    operation = side.made.operations[i]
-    return (*_by_kind(side, i), operation.place.module, operation.code)
-
-
-def _by_kind(side: _Side, i: int) -> tuple[Hashable, ...]:
-    operation, sketch = side.made.operations[i], side.run.operations[i]
-    place = operation.place
-    results, loops = sketch.shape[-2], len(operation.loops)
-    shape = tuple(sorted(operation.shape))
-    return (place.operation, place.is_backward, shape, results, loops)
-
-
-def _aligned(
-    a: _Side,
-    b: _Side,
-    of_a: Sequence[int],
-    of_b: Sequence[int],
-    key: Callable[[_Side, int], Hashable],
-) -> dict[int, int]:
-    """Pairs with equal keys, in one order."""
-    keys = [key(a, i) for i in of_a], [key(b, j) for j in of_b]
-    start, most = 0, min(map(len, keys))
-    while start < most and keys[0][start] == keys[1][start]:
-        start += 1
-    pair = dict(zip(of_a[:start], of_b[:start], strict=True))
-    rest = [x[start:] for x in keys]
-    matcher = difflib.SequenceMatcher(None, *rest, autojunk=False)
-    for block in matcher.get_matching_blocks():
-        for k in range(block.size):
-            pair[of_a[start + block.a + k]] = of_b[start + block.b + k]
+    """The values of the second program by those of the first."""
+    pair = dict[int, int]()
+    for key in (_Side.by_line_and_bits, _Side.alike, _Side.by_line):
+        found: dict[Hashable, tuple[list[int], list[int]]] = {}
+        for n, (side, paired) in enumerate([(a, {*pair}), (b, {*pair.values()})]):
+            for i in side.operations:
+                value = None if i in paired else key(side, i)
+                if value is not None:
+                    found.setdefault(value, ([], []))[n].append(i)
+        for of_a, of_b in found.values():
+            if key is _Side.alike:
+                pair |= _by_value(a, b, of_a, of_b)
+            else:
+                pair |= zip(of_a, of_b, strict=False)  # in order
+    pair |= _by_kind(a, b, pair)
+    for kind in (ARGUMENT, RESULT):
+        for i, others in named(a.values, b.values, kind).items():
+            # What is closed over comes in any order.
+            pair[i] = min(others, key=lambda j, i=i: float(apart(a.run[i], b.run[j])))
     return pair
 
 
-def _between(
-    a: _Side, b: _Side, pair: dict[int, int], left: Sequence[int], rest: Sequence[int]
-) -> dict[int, int]:
-    """Pairs of one kind among those that are between two pairs."""
-    ends = sorted(pair.items())
-    gaps: dict[int, tuple[list[int], list[int]]] = {}
-    for side, every in enumerate((left, rest)):
-        known = np.array([x[side] for x in ends])
-        for i in every:
-            gap = int(np.searchsorted(known, i)) if len(known) else 0
-            gaps.setdefault(gap, ([], []))[side].append(i)
-    found = dict[int, int]()
-    for of_a, of_b in gaps.values():
-        if of_a and of_b:
-            found |= _aligned(a, b, of_a, of_b, _by_kind)
-    return found
+def _by_value(
+    a: _Side, b: _Side, of_a: list[int], of_b: list[int]
+) -> Iterator[tuple[int, int]]:
+    """The pairs of operations that gave the same numbers, to rounding."""
+    for i in of_a:
+        if of_b:
+            many = np.stack([b.run[j] for j in of_b])
+            errors = apart(np.broadcast_to(a.run[i], many.shape), many)
+            errors = errors.reshape(len(of_b), -1).max(1, initial=0.0)
+            best = int(np.argmin(errors))
+            unit = max(a.values[i].unit, b.values[of_b[best]].unit)
+            if errors[best] <= FACTOR * unit:
+                yield i, of_b.pop(best)
 
 
-def _by_value(a: _Side, b: _Side, pair: dict[int, int]) -> dict[int, int]:
-    """The same pairs, but operations that gave the same numbers are paired.
+def _by_kind(a: _Side, b: _Side, pair: dict[int, int]) -> Iterator[tuple[int, int]]:
+    """Pairs of one kind among the other operations, between the same two pairs."""
+    ends = np.array(sorted(pair.items())).reshape(-1, 2)
+    ends = np.maximum.accumulate(ends)
+    left = [i for i in a.operations if i not in pair]
+    rest = sorted({*b.operations}.difference(pair.values()))
+    kinds = [
+        [(int(np.searchsorted(known, i)), side.by_kind(i)) for i in every]
+        for side, every, known in ((a, left, ends[:, 0]), (b, rest, ends[:, 1]))
+    ]
+    matcher = difflib.SequenceMatcher(None, *kinds, autojunk=False)
+    for block in matcher.get_matching_blocks():
+        for n in range(block.size):
+            yield left[block.a + n], rest[block.b + n]
 
-    Where the two of a pair gave other numbers, and another operation gave the same.
+
+def named(a: Sequence[Value], b: Sequence[Value], kind: str) -> dict[int, list[int]]:
+    """The arguments, or the results, of `b` that each of `a` may be.
+
+    Those of one name and shape; if there are none, that in its place.
     """
-
-    def differs(i: int) -> bool:
-        if i not in pair:
-            return True
-        error = apart(a.run.operations[i], b.run.operations[pair[i]]).error
-        unit = max(a.unit(i), b.unit(pair[i]))
-        return bool((error > FACTOR * unit).any())
-
-    odd = [i for i in a.kept if differs(i)]
-    taken = {j for i, j in pair.items() if i not in set(odd)}
-    free: dict[Hashable, list[int]] = {}
-    for j in b.kept:
-        if j not in taken:
-            free.setdefault(_alike(b, j), []).append(j)
-    stacks = {
-        key: np.stack([b.run.operations[j] for j in every])
-        for key, every in free.items()
-    }
-    units = {key: np.array([b.unit(j) for j in every]) for key, every in free.items()}
-    is_used = {key: np.zeros(len(every), bool) for key, every in free.items()}
-    found = dict[int, int]()
-    for i in odd:
-        key, own = _alike(a, i), a.run.operations[i]
-        if key not in free or not _is_telling(own):
-            continue
-        others, stack = free[key], stacks[key]
-        errors = apart(np.broadcast_to(own, stack.shape), stack).error
-        errors = errors.reshape(len(others), -1).max(1, initial=0.0)
-        limits = FACTOR * np.maximum(a.unit(i), units[key])
-        errors = np.where((errors > limits) | is_used[key], np.inf, errors)
-        best = int(np.argmin(errors))
-        if errors[best] < np.inf:
-            found[i], is_used[key][best] = others[best], True
-    used = {*found.values()}
-    kept = {i: j for i, j in pair.items() if i not in found and j not in used}
-    return kept | found
-
-
-def _alike(side: _Side, i: int) -> Hashable:
-    """What two operations share if they may give the same numbers."""
-    operation, sketch = side.made.operations[i], side.run.operations[i]
-    size = int(np.prod(operation.shape))
-    few = operation.place.operation if size < _FEW else ""
-    return (size, sketch.shape, few)
-
-
-def _is_telling(sketch: np.ndarray) -> bool:
-    """Whether it is not all zeros."""
-    return bool((sketch[..., 1].copy().view(np.float32) > 0).any())
-
-
-# Errors of operands.
-
-Errors = dict[int, np.ndarray]
-
-
-def _reach(side: _Side, errors: Errors, given: dict[int, float]) -> Errors:
-    """The error with which each operation's result goes on, in each iteration.
-
-    Of an operation without a like it is that of its operands.
-    """
-    reach = {
-        i: errors.get(i, np.zeros(side.run.operations[i].shape[:-2])) for i in side.kept
-    }
-    odd = [i for i in side.kept if i not in errors]
-    for _ in range(3):  # what a loop carries comes later in the program
-        for i in odd:
-            reach[i] = _known(side, i, reach, reach[i].shape, given)
-    return reach
-
-
-def _known(
-    side: _Side, i: int, reach: Errors, shape: tuple[int, ...], given: dict[int, float]
-) -> np.ndarray:
-    """The largest error among the operands of an operation, in each iteration."""
-    loops, found = side.made.operations[i].loops, np.zeros(shape)
-    for feed in side.feeds[i]:
-        if feed.number < 0:
-            found = np.maximum(found, given.get(-1 - feed.number, 0.0))
-        elif feed.number in reach:
-            found = np.maximum(found, _seen(side, feed, loops, reach, shape))
-    return found
-
-
-def _seen(
-    side: _Side, feed: Feed, loops: tuple[int, ...], reach: Errors, shape: tuple
-) -> np.ndarray:
-    """The error of an operand in the iterations of the loops around its reader."""
-    theirs, error = side.made.operations[feed.number].loops, reach[feed.number]
-    if error.size == 0:
-        return np.zeros(shape)
-    pairs = zip(loops, theirs, strict=False)
-    shared = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
-    late = next((n for n in range(shared) if loops[n] in feed.late), None)
-    # Of loops inside, and where it may come from any iteration of them, the largest.
-    inside = range(shared if late is None else late + 1, error.ndim)
-    error = error.max(tuple(inside)) if inside else error
-    if late is not None:
-        is_while = side.made.loops[loops[late]].is_while
-        error = _before(error, late, is_while)
-    error = error.reshape(error.shape + (1,) * (len(shape) - error.ndim))
-    return np.broadcast_to(error[tuple(map(slice, shape))], shape)
-
-
-def _before(error: np.ndarray, axis: int, is_while: bool) -> np.ndarray:
-    """The largest error in all iterations before each one."""
-    error = np.maximum.accumulate(np.moveaxis(error, axis, 0), 0)
-    before = np.concatenate([np.zeros_like(error[:1]), error[:-1]])
-    if is_while:  # those before the last one are not kept
-        before[-1] = error[-1]
-    return np.moveaxis(before, 0, axis)
+    of_a, of_b = (
+        {
+            i: (x.place.module, x.shape)
+            for i, x in enumerate(values)
+            if x.place.operation == kind
+        }
+        for values in (a, b)
+    )
+    found = {i: [j for j, x in of_b.items() if x == key] for i, key in of_a.items()}
+    if any(found.values()):
+        return {i: others for i, others in found.items() if others}
+    one, other = ([shape for _, shape in x.values()] for x in (of_a, of_b))
+    pairs = zip(of_a, of_b, strict=False)
+    return {i: [j] for i, j in pairs} if one == other else {}

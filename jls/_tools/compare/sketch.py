@@ -11,7 +11,7 @@ only large.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ _BLOCK = 64  # a sum of so many numbers is exact to a few units of float32
 _LARGE = 2**20  # elements: from there on a sketch is made on the device
 _ONE = np.int32(0x3F80_0000)  # the bits of 1.0
 _NAN = np.float32(130.0)  # over an inf, which is 129
+_LEAST = 2.0**-149  # the distance of two arrays of which a bit differs
 
 
 def has_numbers(value: Any) -> bool:
@@ -146,15 +147,10 @@ def _of_devices(records: Array) -> Array:
 MERGING = Merging(_before, _after, _of_devices)
 
 
-class Apart(NamedTuple):
-    """How far two values are apart: an element for each iteration."""
+def apart(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """How far two values are apart, from their sketches: `f64[...]`, relative.
 
-    error: np.ndarray  # f64[...]  relative; 0 where one of them was not computed
-    has_bits: np.ndarray  # bool[...]  whether a bit differs
-
-
-def apart(one: np.ndarray, other: np.ndarray) -> Apart:
-    """How far two values are apart, from their sketches.
+    0 where all bits are equal, or where one of them was not computed.
 
     Args:
       one: `u32[..., results, WIDTH]`, with an axis for each loop.
@@ -170,5 +166,5 @@ def apart(one: np.ndarray, other: np.ndarray) -> Apart:
     distance = np.sqrt(np.mean((first - second)[..., 1:] ** 2, -1))
     size = np.maximum(first[..., 0], second[..., 0])
     error = np.divide(distance, size, np.zeros_like(size), where=size > 0)
-    error = np.where(has_bits, error, 0.0)
-    return Apart(error.max(-1, initial=0.0), has_bits.any(-1))
+    error = np.where(has_bits, np.maximum(error, _LEAST), 0.0)
+    return np.asarray(error.max(-1, initial=0.0))
