@@ -38,9 +38,9 @@ def compare(
     layer and its conversion, a trainer and a sampler. Both are traced, and run one
     operation at a time. Operations are paired by scope, operation, shape and line, and
     by what they give. The results that differ are followed back, to the first operation
-    whose operands agree and whose result does not. What rounding
-    explains is no difference: 8 units of the dtype, and 8 times what changes if the
-    arguments change in the last bit.
+    whose operands agree and whose result does not. What rounding explains is no
+    difference: 8 units of the dtype, and 8 times what changes if the arguments change
+    in the last bit.
 
     If one of them is in half precision, as by `jls.autocast`, both are compared in
     float32 throughout: what is left is no matter of rounding. If nothing is, the text
@@ -97,6 +97,7 @@ def compare(
                 f"{name} must be a function or a jls.types.Fingerprint, got "
                 f"{describe(given)}. Write {write}."
             )
+    for name, given in (("a", a), ("b", b)):
         if callable(given) and not isinstance(given, jax.stages.Compiled):
             _validate.function(name, given)
             check_takes("jls.compare", given, args, kwargs, written="a, b")
