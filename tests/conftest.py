@@ -60,6 +60,13 @@ def pytest_ignore_collect(collection_path, config):
     return None
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file():
+    """Tests have no doctests, and to look for some takes as long as to import them."""
+    found = yield
+    return [x for x in found if type(x) is pytest.Module]
+
+
 def pytest_report_header(config):
     return [
         f"not collected: {APART[folder]}: {command(folder)}"
@@ -91,7 +98,8 @@ def pytest_collection_modifyitems(config, items):
         cases = [item for item in kept if hasattr(item, "callspec")]
         dropped = {*cases} - {*cases[number - 1 :: of]}
         kept = [item for item in kept if item not in dropped]
-    config.hook.pytest_deselected(items=[x for x in items if x not in set(kept)])
+    chosen = set(kept)
+    config.hook.pytest_deselected(items=[x for x in items if x not in chosen])
     items[:] = kept
 
 
