@@ -50,7 +50,7 @@ def _set_xla_flags(config):
     """For this process and its workers, before JAX starts."""
     paths = [Path(config.invocation_params.dir, x.split("::")[0]) for x in config.args]
     tests = Path(__file__).parent / "tests"
-    shown = [tests / name for name in ("costs", "pages", "notebooks")]
+    shown = [tests / name for name in ("costs", "pages", "examples", "notebooks")]
     is_shown = any(path.is_relative_to(folder) for path in paths for folder in shown)
     as_users_do = config.getoption("optimize") or is_shown
     flags = [ONE_THREAD] if as_users_do else [ONE_THREAD, QUICK]

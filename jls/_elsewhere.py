@@ -40,6 +40,8 @@ _MEANT = {
 def attribute_error(module: str, name: str) -> AttributeError:
     """The error for a name that `module` does not have."""
     message = f"module {module!r} has no attribute {name!r}"
+    if name.startswith("_"):  # asked by `inspect` and its kind, of each module
+        return AttributeError(message)
     write = [x for word, x in _HERE.items() if word in name.lower()]
     if module == "jls" and write:
         return AttributeError(f"{message}: {write[0]}.")
@@ -47,6 +49,6 @@ def attribute_error(module: str, name: str) -> AttributeError:
         return AttributeError(f"{message}. Write jls.types.{name}.")
     names = dir(sys.modules[module])
     meant = _MEANT.get(name.lower()) or nearest(name, names)
-    if module == "jls.presets" and not meant and not name.startswith("_"):
+    if module == "jls.presets" and not meant:
         meant = f"There are {', '.join(names)}."
     return AttributeError(f"{message}. {meant}" if meant else message)

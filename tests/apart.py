@@ -5,7 +5,8 @@ CONTRIBUTING.md has the command for each, and .ci/run runs it.
 
 APART = {
     "devices": "what needs eight devices",
-    "pages": "README, docs, examples and the demo",
+    "pages": "README, docs and the demo",
+    "examples": "the examples, each trained for a few steps",
     "notebooks": "the notebooks, each run from top to bottom",
     "costs": "the benchmarks, and what a step may cost",
     "truth": "an autocast beside its reference, on many programs",

@@ -303,6 +303,12 @@ def test_any_other_name_is_an_attribute_error_as_of_every_module():
         assert (error.value.name, error.value.obj) == ("dynamc", module)
 
 
+def test_no_name_is_sought_for_what_inspect_asks_of_each_module():
+    with pytest.raises(AttributeError) as error:
+        jls.__versio__  # noqa: B018
+    assert str(error.value) == "module 'jls' has no attribute '__versio__'"
+
+
 def test_presets_are_those_of_the_contract():
     assert dir(jls.presets) == jls.presets.__all__
     assert jls.presets.__all__ == [
