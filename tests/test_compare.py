@@ -312,6 +312,19 @@ def test_a_number_that_each_trace_draws_is_named(shape):
     assert str(jls.compare(fixed, fixed, ROWS)).endswith("to the last bit.")
 
 
+def test_a_number_that_is_rounded_where_the_program_is_written_is_no_mistake():
+    def scores(x, w, dtype, size=8):
+        return (x.astype(dtype) @ w.astype(dtype) / size**0.5).astype(jnp.float32)
+
+    in_float32 = functools.partial(scores, dtype=jnp.float32)
+    for dtype in (jnp.bfloat16, jnp.float16):
+        in_half = functools.partial(scores, dtype=dtype)
+        assert jls.compare(in_float32, in_half, ROWS, SQUARE).equal
+        assert jls.compare(in_half, in_float32, ROWS, SQUARE).equal
+        wrong = functools.partial(in_half, size=6)
+        assert jls.compare(in_float32, wrong, ROWS, SQUARE).birth.a.operation == "div"
+
+
 # Fingerprints.
 
 
