@@ -369,7 +369,9 @@ def test_what_the_functions_close_over_is_named_if_it_differs(jitted):
     found = jls.compare(first, second, ROWS)
     assert found.birth.a.operation == "argument"
     assert "what the functions close over differs" in str(found)
-    assert "float32[6, 6]. Pass it as an argument" in " ".join(str(found).split())
+    text = " ".join(str(found).split())
+    assert "float32[6, 6]. Pass it as an argument" in text
+    assert "First dot_general takes it, tests/test_compare.py" in text
     assert jls.compare(first, jitted(lambda x: layer(SQUARE, x)), ROWS).equal
 
 

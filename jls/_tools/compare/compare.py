@@ -12,6 +12,7 @@ from jls._text import describe, listed
 from jls._tools.compare.difference import Difference, Parting, percent
 from jls._tools.compare.fingerprint import (
     ARGUMENT,
+    CLOSED_OVER,
     IN_FLOAT32,
     RESULT,
     WRITTEN,
@@ -133,6 +134,8 @@ def _difference(a: Fingerprint, b: Fingerprint, is_same: bool = False) -> Differ
         notes += _rounding(a, b, results)
     if is_same and birth and a.values[birth.a].place.operation == ARGUMENT:
         notes.append("Each trace of the function makes it anew, as np.random does")
+    if birth and a.values[birth.a].place.module.startswith(CLOSED_OVER):
+        notes += _first_taken(a, birth.a)
     if found.flipped and is_equal and found.is_bad:
         place = a.values[found.flipped[0]].place
         notes.append(f"A choice falls otherwise by rounding: {place_in_words(place)}")
@@ -193,6 +196,15 @@ def _parting(a: Fingerprint, b: Fingerprint, at: Point) -> Parting:
     places = _place(a, first, at.iteration), _place(b, second, at.iteration)
     codes = first.code, second.code
     return Parting(*places, first.dtype, at.error, at.inputs_error, codes)
+
+
+def _first_taken(made: Fingerprint, number: int) -> list[str]:
+    """The first operation that takes a value."""
+    for value in made.values:
+        if value.is_operation and number in [x.number for x in value.feeds]:
+            place = value.place
+            return [f"First {place.operation} takes it, {place_in_words(place)}"]
+    return []
 
 
 def _place(made: Fingerprint, value: Value, at: tuple[int, ...]) -> Place:
