@@ -95,6 +95,11 @@ class Loop(NamedTuple):
     is_while: bool
     iterations: tuple[int, ...]  # those that are kept, in the order of time
 
+    @property
+    def times(self) -> int:
+        """How often it runs; of a `while` in another loop `FIRST` + 1."""
+        return self.iterations[-1] + 1 if self.is_while else len(self.iterations)
+
 
 class Fingerprint(NamedTuple):
     """What each operation of a program gave, for `jls.compare`.
