@@ -604,3 +604,19 @@ def test_nothing_is_donated():
     given = jnp.ones(3)
     assert jls.compare(step, jax.jit(lambda x: x + x), given).equal
     assert not given.is_deleted()
+
+
+def test_a_result_that_differs_and_what_it_is_made_of_does_not_is_no_rounding():
+    """How often a `while` in another loop runs is not known."""
+
+    def once(x, w, count):
+        def body(carry, _):
+            return repeated_by_while(carry, w, count), None
+
+        return lax.scan(body, x, None, length=1)[0]
+
+    right, wrong = (functools.partial(once, count=x) for x in (3, 4))
+    found = jls.compare(right, wrong, ROWS, SQUARE)
+    assert not found.equal
+    assert "the results differ, and no operation that both have parts" in str(found)
+    assert jls.compare(right, jax.jit(right), ROWS, SQUARE).equal
