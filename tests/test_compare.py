@@ -312,6 +312,108 @@ def test_a_number_that_each_trace_draws_is_named(shape):
     assert str(jls.compare(fixed, fixed, ROWS)).endswith("to the last bit.")
 
 
+def sum_of_products(x, w):
+    return sum(x[:, i : i + 1] * w[i : i + 1] for i in range(len(w)))
+
+
+def test_what_an_operation_is_given_otherwise_is_named():
+    def attention(x, w, is_swapped):
+        key, value = jnp.sin(x @ w), jnp.cos(x @ w)
+        key, value = (value, key) if is_swapped else (key, value)
+        return jnp.tanh(key) @ jnp.exp(value).T
+
+    right, wrong = (functools.partial(attention, is_swapped=x) for x in (False, True))
+    found = jls.compare(right, wrong, ROWS, SQUARE)
+    assert found.birth.a.operation == "tanh"
+    assert [place.operation for place in found.birth.operands_a] == ["sin"]
+    assert [place.operation for place in found.birth.operands_b] == ["cos"]
+    text = " ".join(str(found).split())
+    assert "part at tanh (float32), which a and b give other operands: by" in text
+    assert "only a gives it: sin, tests/test_compare.py" in text
+    found = jls.compare(layer, half_as_large, SQUARE, ROWS)
+    assert (found.birth.operands_a, found.birth.operands_b) == ((), ())
+
+
+def test_an_operand_that_is_computed_otherwise_is_no_other_operand():
+    def one(x, w):
+        return jnp.sin(x @ w) * 1.1
+
+    def other(x, w):
+        return jnp.sin(sum_of_products(x, w)) * 1.2
+
+    birth = jls.compare(one, other, ROWS, SQUARE).birth
+    assert (birth.a.operation, birth.operands_a, birth.operands_b) == ("mul", (), ())
+
+
+def test_what_one_program_gives_early_and_the_other_late_explains_nothing():
+    """The first product of one has the bits of the second one of the other."""
+
+    def step(x, moment, most):
+        return 0.1 * (jnp.sin(x) * most) + moment
+
+    right, wrong = (functools.partial(step, most=x) for x in (1.0, 0.1))
+    found = jls.compare(right, wrong, ROWS, 0.1 * ROWS)
+    assert not found.equal
+    assert found.birth
+
+
+def repeated(x, w, count):
+    return lax.fori_loop(0, count, lambda _, y: jnp.tanh(y @ w), x)
+
+
+def repeated_by_while(x, w, count):
+    def body(carry):
+        return carry[0] + 1, jnp.tanh(carry[1] @ w)
+
+    return lax.while_loop(lambda carry: carry[0] < count, body, (0, x))[1]
+
+
+@pytest.mark.parametrize("loop", [repeated, repeated_by_while])
+@pytest.mark.parametrize("count", [3, 12])
+@pytest.mark.parametrize("after", [lambda x: x, lambda x: 2 * jnp.sin(x)])
+def test_a_loop_that_runs_once_more_is_named(loop, count, after):
+    def right(x, w):
+        return after(loop(x, w, count))
+
+    def wrong(x, w):
+        return after(loop(x, w, count + 1))
+
+    found = jls.compare(right, wrong, ROWS, SQUARE)
+    assert not found.equal
+    assert found.birth is None
+    said = f"A loop runs {count} times in a, and {count + 1} times in b: tests/"
+    assert said in " ".join(str(found).split())
+    assert jls.compare(right, jax.jit(right), ROWS, SQUARE).equal
+
+
+def test_more_flags_differ_than_rounding_explains():
+    def kept(x, w, product, least):
+        y = product(x, w)
+        return jnp.where(y > least, y, 0)
+
+    rows = jnp.concatenate([ROWS, SQUARE, SQUARE.T] * 9)
+    right = functools.partial(kept, product=jnp.matmul, least=0.5)
+    for least in (0.5, 1.0):
+        other = functools.partial(kept, product=sum_of_products, least=least)
+        found = jls.compare(right, other, rows, SQUARE)
+        assert found.equal == (least == 0.5)
+    assert found.birth.a.operation == "gt"
+    assert 0 < found.birth.inputs_error < 1e-6
+
+
+def test_a_number_that_is_rounded_where_the_program_is_written_is_no_mistake():
+    def scores(x, w, dtype, size=8):
+        return (x.astype(dtype) @ w.astype(dtype) / size**0.5).astype(jnp.float32)
+
+    in_float32 = functools.partial(scores, dtype=jnp.float32)
+    for dtype in (jnp.bfloat16, jnp.float16):
+        in_half = functools.partial(scores, dtype=dtype)
+        assert jls.compare(in_float32, in_half, ROWS, SQUARE).equal
+        assert jls.compare(in_half, in_float32, ROWS, SQUARE).equal
+        wrong = functools.partial(in_half, size=6)
+        assert jls.compare(in_float32, wrong, ROWS, SQUARE).birth.a.operation == "div"
+
+
 # Fingerprints.
 
 
@@ -356,7 +458,9 @@ def test_what_the_functions_close_over_is_named_if_it_differs(jitted):
     found = jls.compare(first, second, ROWS)
     assert found.birth.a.operation == "argument"
     assert "what the functions close over differs" in str(found)
-    assert "float32[6, 6]. Pass it as an argument" in " ".join(str(found).split())
+    text = " ".join(str(found).split())
+    assert "float32[6, 6]. Pass it as an argument" in text
+    assert "First dot_general takes it, tests/test_compare.py" in text
     assert jls.compare(first, jitted(lambda x: layer(SQUARE, x)), ROWS).equal
 
 
@@ -500,3 +604,19 @@ def test_nothing_is_donated():
     given = jnp.ones(3)
     assert jls.compare(step, jax.jit(lambda x: x + x), given).equal
     assert not given.is_deleted()
+
+
+def test_a_result_that_differs_and_what_it_is_made_of_does_not_is_no_rounding():
+    """How often a `while` in another loop runs is not known."""
+
+    def once(x, w, count):
+        def body(carry, _):
+            return repeated_by_while(carry, w, count), None
+
+        return lax.scan(body, x, None, length=1)[0]
+
+    right, wrong = (functools.partial(once, count=x) for x in (3, 4))
+    found = jls.compare(right, wrong, ROWS, SQUARE)
+    assert not found.equal
+    assert "the results differ, and no operation that both have parts" in str(found)
+    assert jls.compare(right, jax.jit(right), ROWS, SQUARE).equal

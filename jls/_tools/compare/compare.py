@@ -8,10 +8,11 @@ import jax
 
 from jls import _validate
 from jls._program.places import Place
-from jls._text import describe, listed
+from jls._text import describe, listed, quantity
 from jls._tools.compare.difference import Difference, Parting, percent
 from jls._tools.compare.fingerprint import (
     ARGUMENT,
+    CLOSED_OVER,
     IN_FLOAT32,
     RESULT,
     WRITTEN,
@@ -133,6 +134,13 @@ def _difference(a: Fingerprint, b: Fingerprint, is_same: bool = False) -> Differ
         notes += _rounding(a, b, results)
     if is_same and birth and a.values[birth.a].place.operation == ARGUMENT:
         notes.append("Each trace of the function makes it anew, as np.random does")
+    if found.loop and not is_equal:
+        i, times = found.loop
+        of_a, of_b = (quantity(x, "time") for x in times)
+        place = place_in_words(a.values[i].place)
+        notes.append(f"A loop runs {of_a} in a, and {of_b} in b: {place}")
+    if birth and a.values[birth.a].place.module.startswith(CLOSED_OVER):
+        notes += _first_taken(a, birth.a)
     if found.flipped and is_equal and found.is_bad:
         place = a.values[found.flipped[0]].place
         notes.append(f"A choice falls otherwise by rounding: {place_in_words(place)}")
@@ -192,7 +200,21 @@ def _parting(a: Fingerprint, b: Fingerprint, at: Point) -> Parting:
     first, second = a.values[at.a], b.values[at.b]
     places = _place(a, first, at.iteration), _place(b, second, at.iteration)
     codes = first.code, second.code
-    return Parting(*places, first.dtype, at.error, at.inputs_error, codes)
+    operands = (
+        tuple(made.values[i].place for i in others)
+        for made, others in ((a, at.only_a), (b, at.only_b))
+    )
+    errors = at.error, at.inputs_error
+    return Parting(*places, first.dtype, *errors, codes, *operands)
+
+
+def _first_taken(made: Fingerprint, number: int) -> list[str]:
+    """The first operation that takes a value."""
+    for value in made.values:
+        if value.is_operation and number in [x.number for x in value.feeds]:
+            place = value.place
+            return [f"First {place.operation} takes it, {place_in_words(place)}"]
+    return []
 
 
 def _place(made: Fingerprint, value: Value, at: tuple[int, ...]) -> Place:

@@ -29,6 +29,8 @@ class Parting(NamedTuple):
     error: float  # of the result
     inputs_error: float  # the largest one of an operand
     code: tuple[str, str] = ("", "")  # the lines of the source
+    operands_a: tuple[Place, ...] = ()  # that only a gives it
+    operands_b: tuple[Place, ...] = ()
 
 
 class Difference(NamedTuple):
@@ -63,12 +65,10 @@ class Difference(NamedTuple):
         lines = wrapped(f"jls.compare: {self._headline()}")
         if self.birth:
             lines += _birth_in_lines(self.birth)
-        for name, places in (("a", self.only_a), ("b", self.only_b)):
-            if places:
-                more = and_more(places, 1)
-                text = f"{places[0].operation}, {place_in_words(places[0])}"
-                text += f", {more}" if more else ""
-                lines += wrapped(f"  only {name}: {text}", "    ")[:2]
+            if not (self.only_a or self.only_b):
+                of_a, of_b = self.birth.operands_a, self.birth.operands_b
+                lines += _only_in_lines(" gives it", of_a, of_b)
+        lines += _only_in_lines("", self.only_a, self.only_b)
         if not self.equal:
             lines += wrapped(f"  {self._results_in_words()}", "    ")[:2]
         for note in self.notes:
@@ -114,6 +114,8 @@ class Difference(NamedTuple):
             has = "has" if len(sides) == 1 else "have each"
             where = f"behind what only {' and '.join(sides)} {has}"
             return f"{place}, {where}: its results differ by {size}."
+        if self.birth.operands_a or self.birth.operands_b:
+            return f"{place}, which a and b give other operands: by {size}."
         agree = "agree"
         if self.birth.inputs_error:
             agree = f"agree to {percent(self.birth.inputs_error)}"
@@ -149,4 +151,17 @@ def _birth_in_lines(birth: Parting) -> list[str]:
         lines += wrapped(f"  {name}: {place_in_words(place)}", "    ")[:2]
         if code:
             lines.append(f"      {code if len(code) <= 74 else f'{code[:70]} ...'}")
+    return lines
+
+
+def _only_in_lines(does: str, *places: tuple[Place, ...]) -> list[str]:
+    lines = []
+    for name, of_one in zip("ab", places, strict=True):
+        if of_one:
+            where = f"{of_one[0].operation}, {place_in_words(of_one[0])}"
+            if of_one[0].operation == "argument":
+                where = f"argument {of_one[0].module}"
+            more = and_more(of_one, 1)
+            text = f"  only {name}{does}: {where}{more and f', {more}'}"
+            lines += wrapped(text, "    ")[:2]
     return lines

@@ -23,7 +23,7 @@ from jax import Array, lax
 from jax.core import Tracer
 
 from jls import _validate
-from jls._program.alone import AS_WRITTEN, WIDE, rounds
+from jls._program.alone import AS_WRITTEN, WIDE, rounds, widened
 from jls._program.control import Key, Site, calls_of
 from jls._program.frames import Frame, Variable
 from jls._program.jaxprs import (
@@ -94,6 +94,11 @@ class Loop(NamedTuple):
 
     is_while: bool
     iterations: tuple[int, ...]  # those that are kept, in the order of time
+
+    @property
+    def times(self) -> int:
+        """How often it runs; of a `while` in another loop `FIRST` + 1."""
+        return self.iterations[-1] + 1 if self.is_while else len(self.iterations)
 
 
 class Fingerprint(NamedTuple):
@@ -319,16 +324,20 @@ class _Program:
     def _run(self, name: str) -> tuple[tuple[np.ndarray, ...], tuple[Loop, ...]]:
         """The sketches of one run, and the loops."""
         is_wide = name in (IN_FLOAT32, NUDGED_IN_FLOAT32)
-        nudged = _nudged if name in (NUDGED, NUDGED_IN_FLOAT32) else lambda x: x
-        leaves = list(map(nudged, self._leaves))
-        consts = list(map(nudged, self._program.consts))
+        leaves, consts = self._leaves, self._program.consts
+        arithmetic = WIDE if is_wide else AS_WRITTEN
+        if name in (NUDGED, NUDGED_IN_FLOAT32):
+            leaves = list(map(_nudged, leaves))
+            consts = [_nudged(_nudged_number(x)) for x in consts]
+        if name == NUDGED_IN_FLOAT32:
+            arithmetic = WIDE._replace(held=_nudged_number)
         program: Any = Opened(self._program.jaxpr, consts)
         with jax.disable_jit():  # loops and branches too
             results, tree = replay(
                 program,
                 leaves,
                 self._watch,
-                arithmetic=WIDE if is_wide else AS_WRITTEN,
+                arithmetic=arithmetic,
                 merging=MERGING,
                 around=functools.partial(self._around, is_wide),
             )
@@ -505,15 +514,32 @@ def _nudged(value: Any) -> Any:
 
     A whole number may be a mask, a power of two or a step, and is not rounded.
     """
-    return _nudge(jnp.asarray(value)) if is_inexact_atom(value) else value
+    if not is_inexact_atom(value):
+        return value
+    x = widened(jnp.asarray(value))
+    return jnp.where(x == jnp.round(x), x, _nudge(x, 2.0**-23))
+
+
+def _nudged_number(value: Any) -> Any:
+    """A number in a program, if it is narrow in float32, changed by 1/8 of its unit.
+
+    It may have been rounded to its dtype where the program was written, as a square
+    root of the width is: `FACTOR` times this explains half a unit. Numbers of three
+    bits, such as 6 or 0.5, are as they are.
+    """
+    if not is_half_atom(value):
+        return value
+    unit = float(jnp.finfo(getattr(value, "aval", value).dtype).eps)
+    x = widened(value)
+    is_short = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=2) == x
+    return jnp.where(is_short, x, _nudge(x, unit / 8))
 
 
 @jax.jit
-def _nudge(x: Array) -> Array:
-    x = x.astype(jnp.float32) if is_half_atom(x) else x
+def _nudge(x: Array, unit: float) -> Array:
     is_up = random_bits(x.size).reshape(x.shape) & 1 == 1
-    unit = jnp.where(is_up, jnp.float32(2.0**-23), jnp.float32(-(2.0**-23)))
-    return jnp.where(x == jnp.round(x), x, (x + x * unit).astype(x.dtype))
+    change = jnp.where(is_up, x, -x) * jnp.asarray(unit, jnp.float32)
+    return (x + change).astype(x.dtype)
 
 
 def _made_by(dtypes: Any) -> dict[str, str]:

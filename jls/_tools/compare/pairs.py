@@ -10,7 +10,7 @@ is where they part.
 import difflib
 import functools
 import math
-from collections.abc import Container, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -43,6 +43,8 @@ class Point(NamedTuple):
     error: float
     inputs_error: float
     iteration: tuple[int, ...]  # in the order of time
+    only_a: list[int]  # operands that only a gives it
+    only_b: list[int]
 
 
 class Found(NamedTuple):
@@ -55,11 +57,16 @@ class Found(NamedTuple):
     flipped: list[int]  # whose choices differ, by rounding
     is_bad: bool  # whether a result differs, by more than rounding
     is_unknown: bool  # whether the operations of one of them are not known
+    is_unexplained: bool  # whether a result differs, and no value it is made of
+    # Without a birth: the first value of a in a loop that runs another number of
+    # times in b, and both numbers.
+    loop: tuple[int, tuple[int, int]] | None
 
     @property
     def differs(self) -> bool:
         """Whether something but rounding is to blame."""
-        is_to_blame = self.birth or self.only_a or self.only_b or self.is_unknown
+        is_known = self.birth or self.only_a or self.only_b or self.loop
+        is_to_blame = is_known or self.is_unknown or self.is_unexplained
         return bool(self.is_bad and is_to_blame)
 
 
@@ -126,6 +133,14 @@ class _Side:
         """What rounding explains of a value, in each iteration."""
         other = self.run if self._other is None else self._other
         return np.maximum(apart(self.run[i], other[i]), self.unit(i))
+
+    def may_flip(self, i: int, at: tuple[int, ...], error: float, known: float) -> bool:
+        """Whether flags may fall otherwise if their operands differ that little."""
+        if self.values[i].dtype != "bool":
+            return True
+        norm = float(self.run[i][at][..., 1].copy().view(np.float32).max())
+        size = math.prod(self.values[i].shape)
+        return (error * norm) ** 2 <= FACTOR * (1 + known * size)
 
     # Where a value comes from.
 
@@ -225,15 +240,12 @@ def find(
         for i in behind_a.intersection(pair).difference(one.results)
         for at in np.argwhere(differs[i]).tolist()
     ]
-    birth, flipped = None, list[int]()
-    for _, i, at in sorted(points):
-        known = max(one.inputs_error(i, at), two.inputs_error(pair[i], at))
-        if one.unit(i) == 0 and known > 0:  # rounding decides
-            flipped.append(i)
-            one.errors[i][at] = np.inf
-        elif errors[i][at] > FACTOR * known:
-            birth = Point(i, pair[i], float(errors[i][at]), known, at)
-            break
+    birth, flipped = _birth(one, two, pair, errors, points, max)
+    counts = _other_counts(one, two, pair)
+    if birth and birth.a not in counts:
+        operands, _ = one.operands(birth.a)
+        if any(x.number in counts for x in operands):  # they end otherwise
+            birth = None
     only_a, only_b = list[int](), list[int]()
     is_unknown = bool(a.note or b.note)
     if not is_unknown:
@@ -245,8 +257,93 @@ def find(
             # They compute nothing, but decide what the backward pass has.
             only_a = [*dict.fromkeys(one.stops() + only_a)]
             only_b = [*dict.fromkeys(two.stops() + only_b)]
-    largest = {i: float(x.max()) for i, x in errors.items() if x.size}
-    return Found(birth, only_a, only_b, largest, flipped, bool(bad), is_unknown)
+    if not (birth or only_a or only_b or is_unknown or counts):
+        # Of two pairs that cross, each one's operands may differ by the other one.
+        birth, _ = _birth(one, two, pair, errors, points, min)
+    is_unexplained = any(
+        errors[i].max(initial=0.0)
+        > FACTOR * max(one.inputs_error(i, ()), two.inputs_error(pair[i], ()))
+        for i in bad
+        if i in one.results
+    )
+    return Found(
+        birth=birth,
+        only_a=only_a,
+        only_b=only_b,
+        errors={i: float(x.max()) for i, x in errors.items() if x.size},
+        flipped=flipped,
+        is_bad=bool(bad),
+        is_unknown=is_unknown,
+        is_unexplained=is_unexplained,
+        loop=None if birth or not counts else next(iter(counts.items())),
+    )
+
+
+def _birth(
+    a: _Side,
+    b: _Side,
+    pair: dict[int, int],
+    errors: dict[int, np.ndarray],
+    points: list[tuple[list[int], int, tuple[int, ...]]],
+    known_of: Callable[[float, float], float],
+) -> tuple[Point | None, list[int]]:
+    """The first point that the errors of its operands do not explain.
+
+    Args:
+      a: one program.
+      b: the other one.
+      pair: the values of `b` by those of `a`.
+      errors: by the value of `a`.
+      points: the moment, the value of `a` and the iteration of all that differ.
+      known_of: the error of the operands, from that in `a` and that in `b`.
+
+    Returns:
+      The birth, and the choices before it that rounding explains.
+    """
+    flipped = list[int]()
+    for _, i, at in sorted(points):
+        error = float(errors[i][at])
+        known = known_of(a.inputs_error(i, at), b.inputs_error(pair[i], at))
+        if a.unit(i) == 0 and known > 0 and a.may_flip(i, at, error, known):
+            flipped.append(i)
+            a.errors[i][at] = np.inf
+        elif error > FACTOR * known:
+            others = _other_operands(a, b, pair, i)
+            return Point(i, pair[i], error, known, at, *others), flipped
+    return None, flipped
+
+
+def _other_counts(
+    a: _Side, b: _Side, pair: dict[int, int]
+) -> dict[int, tuple[int, int]]:
+    """How often loops run, by the values of `a` in those that do not agree in that."""
+    found = dict[int, tuple[int, int]]()
+    for i, j in sorted(pair.items()):
+        for one, other in zip(a.values[i].loops, b.values[j].loops, strict=False):
+            times = a.loops[one].times, b.loops[other].times
+            if times[0] != times[1]:
+                found.setdefault(i, times)
+    return found
+
+
+def _other_operands(
+    a: _Side, b: _Side, pair: dict[int, int], i: int
+) -> tuple[list[int], list[int]]:
+    """The operands of an operation of `a` that are none of its like's, and of `b`."""
+    of_a, of_b = (
+        sorted({x.number for x in side.operands(at)[0]})
+        for side, at in ((a, i), (b, pair[i]))
+    )
+
+    def is_like(i: int, j: int) -> bool:
+        if pair[i] == j or a.run[i].ndim != b.run[j].ndim:
+            return pair[i] == j
+        noise = _largest(a.noise(i), b.noise(j))
+        return bool((apart(a.run[i], b.run[j]) <= FACTOR * noise).all())
+
+    like = [(i, j) for i in of_a for j in of_b if is_like(i, j)]
+    only_a = [i for i in of_a if all(i != x for x, _ in like)]
+    return only_a, [j for j in of_b if all(j != x for _, x in like)]
 
 
 def _largest(one: np.ndarray, other: np.ndarray) -> np.ndarray:
