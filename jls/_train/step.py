@@ -72,7 +72,7 @@ from jls._train.parts import Parts, StepCall
 from jls._train.plain import PlainAdapter
 from jls._tree import floats_of, is_array, select
 from jls._types import LossScaledState, SkipReason, StaticState, StepReport
-from jls._unguarded import follow, moved_past
+from jls._unguarded import follow, unguarded_in
 from jls._validate import is_real
 
 Adapter = PlainAdapter | LinenAdapter | NnxAdapter
@@ -482,14 +482,15 @@ def take_step(
         given_extra["value_fn"] = _cast(given_extra["value_fn"], options)
     grads = accumulated.grads
     extra |= given_extra
-    moved = moved_past(optimizer, wrappers, grads, opt_state, params, **extra)
-    if moved.by_gradients:
+    found = unguarded_in(optimizer, wrappers, grads, opt_state, params, **extra)
+    if found.by_gradients:
         # A gradient that is constant cannot be NaN; only the program of the loss tells.
         may_be_nan = follow(
             lambda *given: gradients_of(*given).grads, params, before, batch
         )
-        _refuse_unguarded([name for name in moved.by_gradients if name in may_be_nan])
-    _refuse_outside(moved.in_a_skip)
+        _refuse_unguarded([name for name in found.by_gradients if name in may_be_nan])
+    _refuse_outside(found.in_a_skip)
+    _refuse_kept(found.kept)
     with _missing_extra_named():
         new_params, new_opt_state, report, updates = apply_and_report(
             optimizer, grads, opt_state, params, extra, options.update_norm, wrappers
@@ -536,6 +537,17 @@ def _refuse_outside(names: list[str]) -> None:
             "momentum or the like outside of it: a step that is skipped would move "
             f"{listed(quoted(names))}. Write jls.loss_scaled(optax.chain(inner, ...)), "
             "with all of it in the chain."
+        )
+
+
+def _refuse_kept(names: list[str]) -> None:
+    """Raises if what is before the wrapper keeps what it takes out of gradients."""
+    if names:
+        raise ValueError(
+            "what keeps gradients must be inside the wrapper, got momentum, moments or "
+            "the like before it: after an inf or NaN in them every step would be "
+            f"skipped, for ever, by {listed(quoted(names))} of the state. Write "
+            "jls.loss_scaled(optax.chain(...)), with all of it in the chain."
         )
 
 
