@@ -656,7 +656,7 @@ def _extra_arguments(
 
 @contextlib.contextmanager
 def _missing_extra_named() -> Iterator[None]:
-    """Adds to an error of an optimizer that wants an argument how to pass it."""
+    """Says what cures an optimizer that wants an argument, or does not take one."""
     try:
         yield
     except TypeError as error:
@@ -665,6 +665,11 @@ def _missing_extra_named() -> Iterator[None]:
                 "What an optimizer takes beside gradients, state and parameters goes "
                 "into extra=: jls.train_step(loss_fn, optimizer, extra=lambda params, "
                 'batch: {"value_fn": lambda p: loss_fn(p, batch)}).'
+            )
+        if "unexpected keyword argument 'value'" in str(error):
+            error.add_note(
+                "The wrapper needs the loss, and what is around it does not hand it "
+                "on. Put it inside: jls.loss_scaled(optax.contrib.sam(...))."
             )
         raise
 

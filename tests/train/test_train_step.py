@@ -518,6 +518,14 @@ def test_what_keeps_gradients_before_the_wrapper_is_refused(name, jit_or_eager):
         step(PARTS, optimizer.init(PARTS), GOOD[None])
 
 
+def test_optimizer_around_the_wrapper_that_takes_no_loss_is_named():
+    outside = optax.contrib.sam(wrapped(), optax.sgd(0.1))
+    step = jls.train_step(sum_of_parts, outside)
+    with pytest.raises(TypeError, match="unexpected keyword argument") as caught:
+        step(PARTS, outside.init(PARTS), GOOD[None])
+    assert "Put it inside: jls.loss_scaled(" in caught.value.__notes__[0]
+
+
 def last_gradient():
     """Adds the gradient of the step before, and keeps nothing else."""
 
