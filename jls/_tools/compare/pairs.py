@@ -54,13 +54,14 @@ class Found(NamedTuple):
     errors: dict[int, float]  # by the value of a
     flipped: list[int]  # whose choices differ, by rounding
     is_bad: bool  # whether a result differs, by more than rounding
+    is_moved: bool  # whether a result is what gives another one in the other program
     is_unknown: bool  # whether the operations of one of them are not known
 
     @property
     def differs(self) -> bool:
         """Whether something but rounding is to blame."""
-        is_to_blame = self.birth or self.only_a or self.only_b or self.is_unknown
-        return bool(self.is_bad and is_to_blame)
+        is_to_blame = self.birth or self.only_a or self.only_b or self.is_moved
+        return bool(self.is_bad and (is_to_blame or self.is_unknown))
 
 
 class _Side:
@@ -225,15 +226,24 @@ def find(
         for i in behind_a.intersection(pair).difference(one.results)
         for at in np.argwhere(differs[i]).tolist()
     ]
+
+    def known_error(i: int, at: tuple[int, ...]) -> float:
+        return max(one.inputs_error(i, at), two.inputs_error(pair[i], at))
+
     birth, flipped = None, list[int]()
     for _, i, at in sorted(points):
-        known = max(one.inputs_error(i, at), two.inputs_error(pair[i], at))
+        known = known_error(i, at)
         if one.unit(i) == 0 and known > 0:  # rounding decides
             flipped.append(i)
             one.errors[i][at] = np.inf
         elif errors[i][at] > FACTOR * known:
             birth = Point(i, pair[i], float(errors[i][at]), known, at)
             break
+    is_moved = birth is None and any(
+        errors[i].max(initial=0.0) > FACTOR * known_error(i, ())
+        for i in one.results
+        if i in bad
+    )
     only_a, only_b = list[int](), list[int]()
     is_unknown = bool(a.note or b.note)
     if not is_unknown:
@@ -246,7 +256,9 @@ def find(
             only_a = [*dict.fromkeys(one.stops() + only_a)]
             only_b = [*dict.fromkeys(two.stops() + only_b)]
     largest = {i: float(x.max()) for i, x in errors.items() if x.size}
-    return Found(birth, only_a, only_b, largest, flipped, bool(bad), is_unknown)
+    return Found(
+        birth, only_a, only_b, largest, flipped, bool(bad), is_moved, is_unknown
+    )
 
 
 def _largest(one: np.ndarray, other: np.ndarray) -> np.ndarray:
