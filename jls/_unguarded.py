@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameters an optimizer moves without the decision of a wrapper in it.
+"""What an optimizer does without the decision of a wrapper in it.
 
 A wrapper around a part of an optimizer knows nothing of the others: they take a NaN in
-a step that it skips. And what comes after a wrapper, such as weight decay, moves
-parameters in a step that it skips.
+a step that it skips. What comes after a wrapper, such as weight decay, moves parameters
+in a step that it skips. And what comes before it, such as momentum, may keep a NaN.
 """
 
+import operator
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -21,32 +22,34 @@ from jls._program.known import number_in
 from jls._program.primitives import primitive_of
 from jls._program.walk import Question, walk
 from jls._scopes import STORED, UPDATE, marks_of
+from jls._state import is_wrapper_state
 from jls._step import FoundWrapper, wrapper_of
 from jls._text import path_name
-from jls._tree import named_floats
+from jls._tree import is_inexact, named_floats
 from jls._types import JlsWarning
 
 
-class Moved(NamedTuple):
-    """The paths of updates that no wrapper decides on."""
+class Unguarded(NamedTuple):
+    """What no wrapper decides on: paths of updates, and of an optimizer's state."""
 
-    by_gradients: list[str]  # past every wrapper
-    in_a_skip: list[str]  # not 0 where the wrapper of their parameters skips a step
+    by_gradients: list[str]  # updates past every wrapper
+    in_a_skip: list[str]  # those not 0 where the wrapper of their parameters skips
+    kept: list[str]  # state that keeps a NaN, and hands it to a wrapper in each step
 
 
-def moved_past(
+def unguarded_in(
     optimizer: Any,
     wrappers: Callable[[], list[FoundWrapper]],
     grads: Any,
     state: Any,
     params: Any,
     **extra: Any,
-) -> Moved:
-    """The updates of an optimizer that no wrapper in it decides on.
+) -> Unguarded:
+    """What an optimizer does without the decision of a wrapper in it.
 
-    It is traced once for both questions, unless a wrapper is outermost.
+    It is traced once for all questions, unless a wrapper is outermost.
     """
-    nothing = Moved([], [])
+    nothing = Unguarded([], [], [])
     if wrapper_of(optimizer):
         return nothing
     try:
@@ -54,22 +57,66 @@ def moved_past(
     except Exception:  # it is raised where the step is taken
         return nothing
     update_fn = optax.with_extra_args_support(optimizer).update
+    outside = _outside(state)
 
-    def update(grads):
+    def update(grads, outside):
         with noted("update", apart=True):  # they are of this trace
-            return update_fn(grads, state, params, **extra)[0]
+            given = _with_outside(state, outside)
+            updates, new = update_fn(grads, given, params, **extra)
+        return updates, _outside(new)
 
-    made = _trace(update, grads)
+    made = _trace(update, grads, outside)
     if made is None:
         return nothing
     names = {name for wrapper in found for name in wrapper.names}
     # Wrappers that are given all parameters, as in a chain, decide on all gradients.
     has_all = names.issuperset(named_floats(params)[0])
-    by_gradients = [] if has_all else made.of_data(_Data())
-    are_zero = walk(made.program, [False] * len(made.program.in_avals), _Zero())
-    pairs = zip(made.paths, are_zero, strict=True)
-    moved = [name for name, is_zero in pairs if not is_zero and name in names]
-    return Moved(by_gradients, moved)
+    given = made.floats
+    of_grads = given[: len(given) - len(outside)] + [False] * len(outside)
+    by_gradients, keep_them = made.facts(_Data(), of_grads)
+    are_zero, _ = made.facts(_Zero(), [False] * len(given))
+    not_zero = jax.tree.map(operator.not_, are_zero)
+    return Unguarded(
+        by_gradients=[] if has_all else _true_in(by_gradients),
+        in_a_skip=[name for name in _true_in(not_zero) if name in names],
+        kept=_kept(made, outside, keep_them),
+    )
+
+
+def _outside(state: Any) -> dict[str, Any]:
+    """The floating-point arrays of a state that are in that of no wrapper, by path."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_wrapper_state)
+    return {path_name(path): leaf for path, leaf in flat if is_inexact(leaf)}
+
+
+def _with_outside(state: Any, outside: dict[str, Any]) -> Any:
+    """`state` with other arrays in the places of those that `_outside` returns."""
+
+    def replace(path, leaf):
+        return outside.get(path_name(path), leaf)
+
+    return jax.tree_util.tree_map_with_path(replace, state, is_leaf=is_wrapper_state)
+
+
+def _kept(
+    made: "_Traced", outside: dict[str, Any], keep_them: dict[str, bool]
+) -> list[str]:
+    """The paths of what keeps a NaN of the gradients, and hands it to a wrapper.
+
+    Args:
+      made: the program of an update.
+      outside: the arrays that it is given in the state, outside of the wrappers.
+      keep_them: whether gradients are data of each of them in the new state.
+    """
+    if keep_them.keys() != outside.keys():  # it is raised where the step is taken
+        return []
+    grads = [False] * (len(made.floats) - len(outside))
+    _, keep_it = made.facts(_Data(), grads + jax.tree.leaves(keep_them))
+    # What is overwritten in each step, such as a measure, keeps nothing.
+    kept = {name: keep_them[name] and keep_it[name] for name in outside}
+    question = _Data()
+    made.facts(question, grads + jax.tree.leaves(kept))
+    return _true_in(kept) if question.is_of_wrapper else []
 
 
 def follow(
@@ -82,21 +129,30 @@ def follow(
     where they are integers on the way.
     """
     made = _trace(fun, *args)
-    return made.of_data(_Data(through_bits)) if made else []
+    return _true_in(made.facts(_Data(through_bits), made.floats)) if made else []
 
 
 class _Traced(NamedTuple):
-    """The program of a function, and the paths of its results."""
+    """The program of a function, and the structure of its results."""
 
     program: Any
-    paths: list[str]
+    structure: Any
 
-    def of_data(self, question: "_Data") -> list[str]:
-        """The paths of the results that floating-point arguments are data of."""
-        inputs = list(map(is_inexact_atom, self.program.in_avals))
-        are_data = walk(self.program, inputs, question)
-        pairs = zip(self.paths, are_data, strict=True)
-        return [name for name, is_data in pairs if is_data]
+    @property
+    def floats(self) -> list[bool]:
+        """Whether each input is floating point."""
+        return list(map(is_inexact_atom, self.program.in_avals))
+
+    def facts(self, question: Question[bool], inputs: list[bool]) -> Any:
+        """The facts about the results, in their structure, from those about inputs."""
+        results = walk(self.program, inputs, question)
+        return jax.tree.unflatten(self.structure, results)
+
+
+def _true_in(facts: Any) -> list[str]:
+    """The paths of what is true."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(facts)
+    return [path_name(path) for path, fact in flat if fact]
 
 
 def _trace(fun: Callable[..., Any], *args: Any) -> _Traced | None:
@@ -110,8 +166,7 @@ def _trace(fun: Callable[..., Any], *args: Any) -> _Traced | None:
             program, results = jax.make_jaxpr(fun, return_shape=True)(*args)
     except Exception:
         return None
-    flat, _ = jax.tree_util.tree_flatten_with_path(results)
-    return _Traced(program, [path_name(path) for path, _ in flat])
+    return _Traced(program, jax.tree.structure(results))
 
 
 class _Zero(Question[bool]):
@@ -153,6 +208,7 @@ class _Data(Question[bool]):
 
     def __init__(self, through_bits: bool = False) -> None:
         self._through_bits = through_bits
+        self.is_of_wrapper = False  # whether they are data of what a wrapper is given
 
     def of_constant(self, value: Any) -> bool:
         return False
@@ -160,6 +216,7 @@ class _Data(Question[bool]):
     def results_of(self, site: Site, operands: Sequence[bool]) -> Sequence[bool]:
         equation = site.equation
         if UPDATE in marks_of(site):
+            self.is_of_wrapper |= any(operands)
             return [False] * len(equation.outvars)
         is_pairwise = primitive_of(equation).is_pairwise
         if not is_pairwise or len(operands) != len(equation.outvars):

@@ -48,6 +48,58 @@ def test_text_has_at_most_twelve_lines_of_eighty_columns():
     assert "both: tests/test_compare.py:" in str(found).replace("\n    ", " ")
 
 
+def both(x, y):
+    return {"x": jnp.tanh(x), "y": jnp.cos(y)}
+
+
+OTHERWISE = {
+    "results": lambda x, y: {"x": jnp.cos(y), "y": jnp.tanh(x)},
+    "arguments": lambda x, y: both(y, x),
+    "one of them": lambda x, y: both(x, y) | {"y": jnp.tanh(x)},
+    "an argument": lambda x, y: both(x, y) | {"x": x},
+}
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_values_in_other_places_are_no_rounding(name):
+    found = jls.compare(both, OTHERWISE[name], ROWS, ROWS + 1.0)
+    assert not found.equal
+    assert max(found.results.values()) > 0.1
+    assert "jls.compare: equal" not in str(found)
+
+
+def test_where_the_operations_agree_it_says_so():
+    found = jls.compare(both, OTHERWISE["results"], ROWS, ROWS + 1.0)
+    assert str(found).splitlines()[-1] == (
+        "  The operations agree: their results are in other places."
+    )
+
+
+UNPAIRED = {
+    "of one": (lambda x: {"a": x, "b": 2 * x}, "result.b[5, 6] of a"),
+    "of the other": (lambda x: {"a": x}, "result.c[5, 6] of b"),
+    "many": (
+        lambda x: dict.fromkeys("abde", x),
+        "result.b[5, 6] and 2 more of a; result.c[5, 6] of b",
+    ),
+    "another shape": (
+        lambda x: {"a": x, "c": x.T},
+        "result.c[6, 5] of a; result.c[5, 6] of b",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNPAIRED)
+def test_results_that_only_one_program_has_are_named(name):
+    a, words = UNPAIRED[name]
+    b = {"a": lambda x: {"a": x}, "b": lambda x: {"a": x, "c": 3 * x}}
+    found = jls.compare(a, b["a" if name == "of one" else "b"], ROWS)
+    assert found.equal
+    assert (
+        str(found) == f"jls.compare: equal, to the last bit.\n  Not compared: {words}."
+    )
+
+
 def test_of_equal_programs_it_says_nothing():
     found = jls.compare(layer, jax.jit(layer), SQUARE, ROWS)
     assert str(found) == "jls.compare: equal, to the last bit."

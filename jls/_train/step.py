@@ -72,7 +72,7 @@ from jls._train.parts import Parts, StepCall
 from jls._train.plain import PlainAdapter
 from jls._tree import floats_of, is_array, select
 from jls._types import LossScaledState, SkipReason, StaticState, StepReport
-from jls._unguarded import follow, moved_past
+from jls._unguarded import follow, unguarded_in
 from jls._validate import is_real
 
 Adapter = PlainAdapter | LinenAdapter | NnxAdapter
@@ -482,14 +482,15 @@ def take_step(
         given_extra["value_fn"] = _cast(given_extra["value_fn"], options)
     grads = accumulated.grads
     extra |= given_extra
-    moved = moved_past(optimizer, wrappers, grads, opt_state, params, **extra)
-    if moved.by_gradients:
+    found = unguarded_in(optimizer, wrappers, grads, opt_state, params, **extra)
+    if found.by_gradients:
         # A gradient that is constant cannot be NaN; only the program of the loss tells.
         may_be_nan = follow(
             lambda *given: gradients_of(*given).grads, params, before, batch
         )
-        _refuse_unguarded([name for name in moved.by_gradients if name in may_be_nan])
-    _refuse_outside(moved.in_a_skip)
+        _refuse_unguarded([name for name in found.by_gradients if name in may_be_nan])
+    _refuse_outside(found.in_a_skip)
+    _refuse_kept(found.kept)
     with _missing_extra_named():
         new_params, new_opt_state, report, updates = apply_and_report(
             optimizer, grads, opt_state, params, extra, options.update_norm, wrappers
@@ -536,6 +537,17 @@ def _refuse_outside(names: list[str]) -> None:
             "momentum or the like outside of it: a step that is skipped would move "
             f"{listed(quoted(names))}. Write jls.loss_scaled(optax.chain(inner, ...)), "
             "with all of it in the chain."
+        )
+
+
+def _refuse_kept(names: list[str]) -> None:
+    """Raises if what is before the wrapper keeps what it takes out of gradients."""
+    if names:
+        raise ValueError(
+            "what keeps gradients must be inside the wrapper, got momentum, moments or "
+            "the like before it: after an inf or NaN in them every step would be "
+            f"skipped, for ever, by {listed(quoted(names))} of the state. Write "
+            "jls.loss_scaled(optax.chain(...)), with all of it in the chain."
         )
 
 
@@ -644,7 +656,7 @@ def _extra_arguments(
 
 @contextlib.contextmanager
 def _missing_extra_named() -> Iterator[None]:
-    """Adds to an error of an optimizer that wants an argument how to pass it."""
+    """Says what cures an optimizer that wants an argument, or does not take one."""
     try:
         yield
     except TypeError as error:
@@ -653,6 +665,11 @@ def _missing_extra_named() -> Iterator[None]:
                 "What an optimizer takes beside gradients, state and parameters goes "
                 "into extra=: jls.train_step(loss_fn, optimizer, extra=lambda params, "
                 'batch: {"value_fn": lambda p: loss_fn(p, batch)}).'
+            )
+        if "unexpected keyword argument 'value'" in str(error):
+            error.add_note(
+                "The wrapper needs the loss, and what is around it does not hand it "
+                "on. Put it inside: jls.loss_scaled(optax.contrib.sam(...))."
             )
         raise
 

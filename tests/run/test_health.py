@@ -523,3 +523,9 @@ def test_health_of_every_kind_of_state():
     assert jls.health(optimizer, nnx.state(model, nnx.Param)).verdict == "ok"
     assert jls.health(optimizer, model).verdict == "ok"
     assert jls.health((train_state.opt_state, 3)).verdict == "ok"
+
+
+def test_state_of_numbers_of_python_is_read_as_one_of_arrays():
+    state = after(".o")
+    numbers = jax.tree.map(lambda x: x.item() if jnp.ndim(x) == 0 else x, state)
+    assert jls.health(numbers, PARAMS) == jls.health(state, PARAMS)

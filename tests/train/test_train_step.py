@@ -497,6 +497,64 @@ def test_what_moves_parameters_outside_of_the_wrapper_is_refused(name, jit_or_ea
         step(PARTS, optimizer.init(PARTS), GOOD[None])
 
 
+KEEPS_GRADIENTS = {
+    "momentum": (lambda: optax.trace(0.9), "0/trace/a"),
+    "moments": (optax.scale_by_adam, "0/mu/a"),
+    "accumulation": (lambda: optax.apply_every(2), "0/grad_acc/a"),
+    "an average of a momentum": (
+        lambda: optax.chain(optax.trace(0.9), optax.ema(0.9)),
+        "0/0/trace/a",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEEPS_GRADIENTS)
+def test_what_keeps_gradients_before_the_wrapper_is_refused(name, jit_or_eager):
+    make, path = KEEPS_GRADIENTS[name]
+    optimizer = optax.chain(make(), wrapped())
+    step = jit_or_eager(jls.train_step(sum_of_parts, optimizer))
+    words = rf"keeps gradients must be inside the wrapper, .* for ever, by '{path}'"
+    with pytest.raises(ValueError, match=words):
+        step(PARTS, optimizer.init(PARTS), GOOD[None])
+
+
+def test_optimizer_around_the_wrapper_that_takes_no_loss_is_named():
+    outside = optax.contrib.sam(wrapped(), optax.sgd(0.1))
+    step = jls.train_step(sum_of_parts, outside)
+    with pytest.raises(TypeError, match="unexpected keyword argument") as caught:
+        step(PARTS, outside.init(PARTS), GOOD[None])
+    assert "Put it inside: jls.loss_scaled(" in caught.value.__notes__[0]
+
+
+def last_gradient():
+    """Adds the gradient of the step before, and keeps nothing else."""
+
+    def update(updates, state, params=None):
+        return optax.tree.add(updates, state), updates
+
+    return optax.GradientTransformation(optax.tree.zeros_like, update)
+
+
+FORGETS_GRADIENTS = {
+    "a measure": lambda: optax.monitor({"norm": lambda g, **_: optax.tree.norm(g)}),
+    "an averaged measure": lambda: optax.monitor(
+        {"norm": optax.measure_with_ema(lambda g, **_: optax.tree.norm(g), 0.9)}
+    ),
+    "the last gradient": last_gradient,
+    "a clip": lambda: optax.adaptive_grad_clip(0.1),
+}
+
+
+@pytest.mark.parametrize("name", FORGETS_GRADIENTS)
+def test_what_forgets_gradients_before_the_wrapper_is_taken(name):
+    optimizer = optax.chain(FORGETS_GRADIENTS[name](), wrapped())
+    step = jax.jit(jls.train_step(sum_of_parts, optimizer))
+    params, opt_state = PARTS, optimizer.init(PARTS)
+    for batch in (GOOD, BAD, GOOD, GOOD):
+        params, opt_state, report = step(params, opt_state, batch[None])
+    assert not report.skipped
+
+
 @pytest.mark.parametrize("name", [x for x in WHOLE if x != "masked"])
 def test_a_skip_moves_nothing_whatever_is_outside(name):
     optimizer = WHOLE[name]()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jls.compare`: the first operation at which two programs give different numbers."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax
 
 from jls import _validate
 from jls._program.places import Place
-from jls._text import describe, listed, quantity
+from jls._text import and_more, describe, listed, quantity
 from jls._tools.compare.difference import Difference, Parting, percent
 from jls._tools.compare.fingerprint import (
     ARGUMENT,
@@ -123,6 +124,7 @@ def compare(
 def _difference(a: Fingerprint, b: Fingerprint, is_same: bool = False) -> Difference:
     results = _results(a, b)
     notes = [f"{x.note[0].upper()}{x.note[1:]}" for x in (a, b) if x.note]
+    not_compared = _not_compared(a, b)
     is_half = any(IN_FLOAT32 in x.runs for x in (a, b))
     in_float32 = is_half and not is_same and not notes
     found = find(a, b, in_float32, is_same)
@@ -144,13 +146,15 @@ def _difference(a: Fingerprint, b: Fingerprint, is_same: bool = False) -> Differ
     if found.flipped and is_equal and found.is_bad:
         place = a.values[found.flipped[0]].place
         notes.append(f"A choice falls otherwise by rounding: {place_in_words(place)}")
+    if found.is_moved:
+        notes.append("The operations agree: their results are in other places")
     return Difference(
         birth=None if is_equal or birth is None else _parting(a, b, birth),
         only_a=tuple(a.values[i].place for i in found.only_a) * (not is_equal),
         only_b=tuple(b.values[i].place for i in found.only_b) * (not is_equal),
         results=results,
         equal=is_equal,
-        notes=tuple(notes),
+        notes=(*not_compared, *notes),
         errors=tuple(
             (a.values[i].place, error)
             for i, error in sorted(found.errors.items())
@@ -177,10 +181,7 @@ def _results(a: Fingerprint, b: Fingerprint) -> dict[str, float]:
             )
     found = named(a.values, b.values, RESULT)
     if not found:
-        every = [
-            listed([f"{x.place.module}{list(x.shape)}" for x in _of_kind(y, RESULT)])
-            for y in (a, b)
-        ]
+        every = [listed(list(map(_with_shape, _of_kind(y, RESULT)))) for y in (a, b)]
         raise ValueError(
             "a and b must have a result of one name and shape in common, got "
             f"{every[0] or 'none'} of a and {every[1] or 'none'} of b."
@@ -192,8 +193,32 @@ def _results(a: Fingerprint, b: Fingerprint) -> dict[str, float]:
     }
 
 
+def _not_compared(a: Fingerprint, b: Fingerprint) -> list[str]:
+    """What is said of results that only one has, by name or by shape."""
+    found = named(a.values, b.values, RESULT)
+    pairs = (a.values, {*found}), (b.values, {*itertools.chain(*found.values())})
+    alone = [
+        [
+            _with_shape(x)
+            for i, x in enumerate(values)
+            if x.place.operation == RESULT and i not in known
+        ]
+        for values, known in pairs
+    ]
+    sides = [
+        f"{' '.join(filter(None, [x[0], and_more(x, 1)]))} of {name}"
+        for name, x in zip("ab", alone, strict=True)
+        if x
+    ]
+    return [f"Not compared: {'; '.join(sides)}"] if sides else []
+
+
 def _of_kind(made: Fingerprint, kind: str) -> list[Value]:
     return [x for x in made.values if x.place.operation == kind]
+
+
+def _with_shape(value: Value) -> str:
+    return f"{value.place.module}{list(value.shape)}"
 
 
 def _parting(a: Fingerprint, b: Fingerprint, at: Point) -> Parting:

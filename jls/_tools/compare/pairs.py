@@ -57,7 +57,7 @@ class Found(NamedTuple):
     flipped: list[int]  # whose choices differ, by rounding
     is_bad: bool  # whether a result differs, by more than rounding
     is_unknown: bool  # whether the operations of one of them are not known
-    is_unexplained: bool  # whether a result differs, and no value it is made of
+    is_moved: bool  # whether a result differs, and nothing that it is made of
     # Without a birth: the first value of a in a loop that runs another number of
     # times in b, and both numbers.
     loop: tuple[int, tuple[int, int]] | None
@@ -66,8 +66,7 @@ class Found(NamedTuple):
     def differs(self) -> bool:
         """Whether something but rounding is to blame."""
         is_known = self.birth or self.only_a or self.only_b or self.loop
-        is_to_blame = is_known or self.is_unknown or self.is_unexplained
-        return bool(self.is_bad and is_to_blame)
+        return bool(self.is_bad and (is_known or self.is_unknown or self.is_moved))
 
 
 class _Side:
@@ -260,7 +259,8 @@ def find(
     if not (birth or only_a or only_b or is_unknown or counts):
         # Of two pairs that cross, each one's operands may differ by the other one.
         birth, _ = _birth(one, two, pair, errors, points, min)
-    is_unexplained = any(
+    is_known = birth or only_a or only_b or is_unknown or counts
+    is_moved = not is_known and any(
         errors[i].max(initial=0.0)
         > FACTOR * max(one.inputs_error(i, ()), two.inputs_error(pair[i], ()))
         for i in bad
@@ -274,7 +274,7 @@ def find(
         flipped=flipped,
         is_bad=bool(bad),
         is_unknown=is_unknown,
-        is_unexplained=is_unexplained,
+        is_moved=is_moved,
         loop=None if birth or not counts else next(iter(counts.items())),
     )
 

@@ -237,7 +237,7 @@ def health(
         "small": {} if grads is None else measure_small(run.loss_scale, grads, dtype),
         "policy": _observe_spikes(run.state.spike_state),
     }
-    on_host = jax.tree.map(lambda x: x.tolist(), jax.device_get(on_device))
+    on_host = jax.tree.map(lambda x: np.asarray(x).tolist(), jax.device_get(on_device))
     counts, small, policy = (on_host[name] for name in ("counts", "small", "policy"))
     counts["last_skip_reason"] = skip_reason_of(counts["last_skip_reason"])
     steps, skipped = counts["steps"], counts["consecutive_skips"]
