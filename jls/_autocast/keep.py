@@ -16,24 +16,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jls._autocast.float8 import (
-    BFLOAT16,
-    E4M3,
-    is_large,
-    is_matrix_product,
-    is_uneven,
-)
+from jls._autocast.float8 import BFLOAT16, E4M3, is_large, is_matrix_product, is_uneven
 from jls._mistakes import warn
 from jls._program.control import MAIN, Site, calls_of
 from jls._program.frames import Frame
-from jls._program.jaxprs import (
-    Opened,
-    Program,
-    in_scope,
-    is_float32,
-    opened,
-    rule_of,
-)
+from jls._program.jaxprs import Opened, Program, in_scope, is_float32, opened, rule_of
 from jls._program.places import Place, modules_of, place_of
 from jls._program.products import asks_for_precision, is_inner, is_outer, products_in
 from jls._scopes import (

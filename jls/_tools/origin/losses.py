@@ -29,12 +29,7 @@ from jax import Array
 from jls._program.alone import BOTH, Pair
 from jls._program.control import Indices, Site
 from jls._program.frames import Frame, Variable, behind
-from jls._program.jaxprs import (
-    is_half_atom,
-    is_inexact_atom,
-    is_literal,
-    variables_in,
-)
+from jls._program.jaxprs import is_half_atom, is_inexact_atom, is_literal, variables_in
 from jls._program.places import Place, is_recomputed, is_transposed, place_of
 from jls._program.primitives import primitive_of
 from jls._program.recorder import Recorder

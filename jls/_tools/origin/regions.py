@@ -25,17 +25,8 @@ from jls._program.control import Indices
 from jls._program.frames import Frame, Variable, behind
 from jls._program.jaxprs import is_literal, is_narrow_atom
 from jls._program.primitives import Primitive, primitive_of
-from jls._tools.origin.record import (
-    recordable,
-    to_nearest_records,
-)
-from jls._tools.origin.trail import (
-    OpResult,
-    RunValue,
-    Shortcuts,
-    Trail,
-    identity_of,
-)
+from jls._tools.origin.record import recordable, to_nearest_records
+from jls._tools.origin.trail import OpResult, RunValue, Shortcuts, Trail, identity_of
 
 # This many records do not take long to compile. A program with no more operations is
 # recorded at once. Passed regions need no records: they get them only while there are

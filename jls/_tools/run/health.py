@@ -23,13 +23,7 @@ from jls._step import FoundWrapper, find_wrappers, sums_squares, wrapper_of
 from jls._text import an, at, listed, naming_arguments, no_field, wrapped
 from jls._tools.run.poison import find_poison, suspects_in
 from jls._tools.run.small import measure_small
-from jls._tools.run.verdict import (
-    VERDICTS,
-    Facts,
-    Verdict,
-    ask_for_half,
-    diagnose,
-)
+from jls._tools.run.verdict import VERDICTS, Facts, Verdict, ask_for_half, diagnose
 from jls._train_state import FP8, carried_by, optimizer_in, without_fp8
 from jls._tree import check_holds, is_array, is_inexact, named_floats
 from jls._types import (
