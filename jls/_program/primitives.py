@@ -307,11 +307,7 @@ def primitive_of(equation: Any) -> Primitive:
     name = equation.primitive.name
     if is_checkpoint_name(equation):
         name = "name"
-    if name == "scatter" and _computes(parameter(equation, "update_jaxpr")):
-        return UNKNOWN
+    update = parameter(equation, "update_jaxpr")
+    if name == "scatter" and update is not None and update.eqns:
+        return UNKNOWN  # more than it is given is written: `x.at[i].apply(fun)`
     return TABLE.get(name, UNKNOWN)
-
-
-def _computes(update: Any) -> bool:
-    """Whether a scatter does more than write what it is given: `x.at[i].apply(fun)`."""
-    return update is not None and bool(update.eqns)

@@ -234,9 +234,6 @@ def _keeps_nan(equation: Any) -> bool:
         is_whole = equation.primitive.name in ("concatenate", "pad", "stack", "tile")
         return row.moves != "some" or is_whole
     is_function = row.like in ("exp", "log", "log1p", "root")
-    return row.infs != "" or row.keeps_inf or is_function or _is_smooth(row.degree)
-
-
-def _is_smooth(degree: str | float) -> bool:
     arithmetic = ("linear", "sum", "product", "quotient", "bounded")
-    return degree in arithmetic or not isinstance(degree, str)
+    is_smooth = row.degree in arithmetic or not isinstance(row.degree, str)
+    return row.infs != "" or row.keeps_inf or is_function or is_smooth

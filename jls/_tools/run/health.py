@@ -368,7 +368,14 @@ def _name_leaves(
     names = found.names if found else named_floats(params)[0]
     if names and len(flags) < len(names):  # it is around a part of them
         return None, None if found else (sum(flags), len(flags))
-    return _select_names(names, flags), None
+    if len(flags) != max(len(names), 1):  # without a leaf there is one all the same
+        raise ValueError(
+            "params must be the parameters that the optimizer was initialized with: "
+            f"got {len(names)} floating-point leaves, the state knows {len(flags)}. "
+            "Pass all of them. If the model has changed since, its optimizer needs a "
+            "new optimizer.init(params)."
+        )
+    return [name for name, is_bad in zip(names, flags, strict=False) if is_bad], None
 
 
 def _check_shapes(params: Any, inner_state: Any) -> None:
@@ -545,15 +552,3 @@ def _check_verdicts(name: str, verdicts: Iterable[Verdict]) -> tuple[Verdict, ..
     if not all(isinstance(x, str) and x in VERDICTS for x in names):
         raise ValueError(rule)
     return names
-
-
-def _select_names(names: list[str], flags: list[bool]) -> list[str]:
-    """The names of the parameters whose flag is set."""
-    if len(flags) != max(len(names), 1):  # without a leaf there is one all the same
-        raise ValueError(
-            "params must be the parameters that the optimizer was initialized with: "
-            f"got {len(names)} floating-point leaves, the state knows {len(flags)}. "
-            "Pass all of them. If the model has changed since, its optimizer needs a "
-            "new optimizer.init(params)."
-        )
-    return [name for name, is_bad in zip(names, flags, strict=False) if is_bad]
