@@ -114,21 +114,6 @@ def update_objects(model: Any, objects: Any, trained: Any, others: Any) -> None:
     nnx().update((model, objects), nnx().State({0: trained}), others)
 
 
-def split_all(objects: Any) -> tuple[Any, Any]:
-    """Structure and variables of several NNX objects, as one graph."""
-    return nnx().split(objects)
-
-
-def merge_all(structure: Any, state: Any) -> list[Any]:
-    """New objects of what `split_all` returned."""
-    return nnx().merge(structure, state)
-
-
-def update_all(objects: list[Any], state: Any) -> None:
-    """Writes variables of `split_all` back, and adds those that are new."""
-    nnx().update(objects, state)
-
-
 def variables_in(*trees: Any) -> list[Any]:
     """The variables in NNX objects, or in what an optimizer keeps; each once."""
     found = [x for _, x in nnx().iter_graph(trees) if is_variable(x)]
