@@ -85,8 +85,7 @@ def split_model(model: Any, *optimizers: Any) -> tuple[Any, Any, Any]:
         one it is `nnx.Param`.
     """
     trained = [one.wrt for one in optimizers if is_optimizer(one)]
-    structure, params, others = nnx().split(model, *(trained or [nnx().Param])[:1], ...)
-    return structure, params, others
+    return nnx().split(model, *(trained or [nnx().Param])[:1], ...)
 
 
 def split_objects(model: Any, optimizer: Any, objects: Any) -> tuple[Any, Any, Any]:

@@ -6,7 +6,6 @@ a step that it skips. And what comes after a wrapper, such as weight decay, move
 parameters in a step that it skips.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ import jax
 import optax
 from jax.core import Tracer
 
-from jls._notes import noted
+from jls._mistakes import program_beside
 from jls._program.control import Site
 from jls._program.jaxprs import is_inexact_atom, names_around
 from jls._program.known import number_in
@@ -24,7 +23,6 @@ from jls._scopes import STORED, UPDATE, marks_of
 from jls._step import FoundWrapper, wrapper_of
 from jls._text import path_name
 from jls._tree import named_floats
-from jls._types import JlsWarning
 
 
 class Moved(NamedTuple):
@@ -56,8 +54,7 @@ def moved_past(
     update_fn = optax.with_extra_args_support(optimizer).update
 
     def update(grads):
-        with noted("update", apart=True):  # they are of this trace
-            return update_fn(grads, state, params, **extra)[0]
+        return update_fn(grads, state, params, **extra)[0]
 
     made = _trace(update, grads)
     if made is None:
@@ -105,9 +102,7 @@ def _trace(fun: Callable[..., Any], *args: Any) -> _Traced | None:
     It is raised where the step is taken.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", JlsWarning)  # given where the step is taken
-            program, results = jax.make_jaxpr(fun, return_shape=True)(*args)
+        program, results = program_beside(fun, *args)
     except Exception:
         return None
     flat, _ = jax.tree_util.tree_flatten_with_path(results)
