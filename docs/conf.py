@@ -169,7 +169,7 @@ def show_defaults(app, what, name, obj, options, signature, returns):
     """Puts numbers in the place of the names of shared defaults."""
     if signature:
         signature = re.sub(
-            r"\b[A-Z_]{5,}\b", lambda m: DEFAULTS.get(m[0], m[0]), signature
+            r"\brule\.([A-Z_]{5,})\b", lambda m: DEFAULTS.get(m[1], m[0]), signature
         )
     return signature, returns
 

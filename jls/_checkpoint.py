@@ -123,17 +123,17 @@ def wrap_state(
       >>> opt_state.inner_state[0].trace["w"], jls.loss_scale(opt_state)
       (Array([1., 1.], dtype=float32), Array(1024., dtype=float32))
     """
-    if not _validate.is_transformation(optimizer):
-        raise TypeError(
-            "optimizer must be made by jls.loss_scaled or jls.skip_nonfinite, got "
-            f"{describe(optimizer)}. The order is {_WRAPPING}."
-        )
     if not wrapper_of(optimizer):
+        got = f"{describe(optimizer)}. The order is {_WRAPPING}."
+        if _validate.is_transformation(optimizer):
+            got = (
+                f"another {type(optimizer).__name__}. If the wrapper is further "
+                "inside, e.g. in an optax.chain, call this with that part alone, and "
+                "put the result in its place."
+            )
         raise TypeError(
             "optimizer must be made by jls.loss_scaled or jls.skip_nonfinite, got "
-            f"another {type(optimizer).__name__}. If the wrapper is further inside, "
-            "e.g. in an optax.chain, call this with that part alone, and put the "
-            "result in its place."
+            f"{got}"
         )
     if params is None:
         raise TypeError(
@@ -312,7 +312,7 @@ def _upgrade(
     if is_bfloat16 or _is_bfloat16_state(parts):
         bfloat16 = bfloat16._replace(casts=True)
     if is_bfloat16:
-        parts = _parts_of_bfloat16(target, saved, parts, path, bfloat16.params)
+        parts = _parts_of_bfloat16(target, saved, parts, bfloat16.params)
     elif parts and _is_bfloat16_state(parts):
         return _upgrade(target, parts["inner_state"], path, bfloat16)
     if parts is None and is_variable(target):
@@ -363,7 +363,6 @@ def _parts_of_bfloat16(
     target: Bfloat16ParamsState,
     saved: Any,
     parts: dict[str, Any] | None,
-    path: tuple[str, ...],
     params: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The parts of such a state; `saved` may be that of the optimizer inside."""

@@ -123,7 +123,10 @@ def params_ema(
         rate = jnp.where(is_first, 1, (1 - kept) / jnp.where(is_first, 1, weight))
 
         def average(old, param, update):
-            new = _apply_update(param, update)
+            # None, a mask or float0 in the place of an update leave it alone.
+            is_number = is_array(param) and not is_extended(param)
+            moves = is_number and is_array(update)
+            new = optax.apply_updates(param, update) if moves else param
             if not is_inexact(old):
                 return own_buffers(new, param)
             new = widen_as_stored(new)
@@ -140,10 +143,6 @@ def params_ema(
         return updates, new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _is_average(node: Any) -> bool:
-    return isinstance(node, ParamsEmaState)
 
 
 @naming_arguments()
@@ -174,7 +173,7 @@ def eval_params(state: Any) -> Any:
       >>> jls.eval_params(optimizer.init({"w": jnp.ones(2, jnp.bfloat16)}))
       {'w': Array([1., 1.], dtype=float32)}
     """
-    found = find(state, _is_average)
+    found = find(state, lambda node: isinstance(node, ParamsEmaState))
     if not found:
         raise ValueError(
             "state must carry an average of the parameters, got "
@@ -188,11 +187,3 @@ def eval_params(state: Any) -> Any:
             f"{len(found)}: at {paths}. Pass the part that you mean."
         )
     return read_variables(found[0][1].ema)
-
-
-def _apply_update(param: Any, update: Any) -> Any:
-    """`param` after the step; None, a mask or float0 for an update leave it alone."""
-    is_number = is_array(param) and not is_extended(param)
-    return (
-        optax.apply_updates(param, update) if is_number and is_array(update) else param
-    )

@@ -134,7 +134,12 @@ def fetch(flat: Mapping[str, Any]) -> dict[str, np.ndarray]:
     Without the axis of devices of `jax.pmap`, on which all have to agree.
     """
     for name, value in flat.items():
-        _check_scalar(name, value)
+        _validate.concrete(name, value)
+        if not is_number(value):
+            raise TypeError(
+                f"{name} must be a real number of at most 64 bits, or an array, got "
+                f"{describe(value)}."
+            )
     if _is_of_pmap(flat):
         flat = {
             name: [row.data for row in value.addressable_shards]
@@ -180,15 +185,6 @@ def _agreed(name: str, value: Any) -> np.ndarray:
             "differ: see jls.check_in_sync."
         )
     return np.asarray(first)
-
-
-def _check_scalar(name: str, value: Any) -> None:
-    _validate.concrete(name, value)
-    if not is_number(value):
-        raise TypeError(
-            f"{name} must be a real number of at most 64 bits, or an array, got "
-            f"{describe(value)}."
-        )
 
 
 def _widest(value: np.ndarray) -> np.ndarray:

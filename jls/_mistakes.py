@@ -42,6 +42,16 @@ def warn(message: str) -> None:
     warnings.warn(message, JlsWarning, stacklevel=level)
 
 
+def program_beside(fun: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
+    """The program of `fun`, and the shapes of its results, to look at.
+
+    Warnings are given where the step itself is taken, and so are notes of its updates.
+    """
+    with warnings.catch_warnings(), noted("update", apart=True):
+        warnings.simplefilter("ignore", JlsWarning)
+        return jax.make_jaxpr(fun, return_shape=True)(*args)
+
+
 # Mistakes with `value_and_grad`.
 
 
@@ -429,12 +439,11 @@ def _are_changed(
             updates = update(grads)
         return [*zip(*_at_the_same_paths(updates, again), strict=True)]
 
-    with warnings.catch_warnings(), noted("update", apart=True):
-        warnings.simplefilter("ignore", JlsWarning)  # given where the step is taken
-        try:
-            jaxpr = jax.make_jaxpr(both)(grads).jaxpr
-        except jax.errors.UnexpectedTracerError:
-            return False  # what was seen is inside of a loop or a branch
+    try:
+        program, _ = program_beside(both, grads)
+    except jax.errors.UnexpectedTracerError:
+        return False  # what was seen is inside of a loop or a branch
+    jaxpr = program.jaxpr
     here = {*jaxpr.invars, *(x for one in jaxpr.eqns for x in one.outvars)}
     half = len(jaxpr.outvars) // 2
     pairs = zip(jaxpr.outvars[:half], jaxpr.outvars[half:], strict=True)

@@ -85,8 +85,7 @@ def split_model(model: Any, *optimizers: Any) -> tuple[Any, Any, Any]:
         one it is `nnx.Param`.
     """
     trained = [one.wrt for one in optimizers if is_optimizer(one)]
-    structure, params, others = nnx().split(model, *(trained or [nnx().Param])[:1], ...)
-    return structure, params, others
+    return nnx().split(model, *(trained or [nnx().Param])[:1], ...)
 
 
 def split_objects(model: Any, optimizer: Any, objects: Any) -> tuple[Any, Any, Any]:
@@ -112,21 +111,6 @@ def merge_objects(structure: Any, trained: Any, others: Any) -> tuple[Any, Any]:
 def update_objects(model: Any, objects: Any, trained: Any, others: Any) -> None:
     """Writes variables of `split_objects` back."""
     nnx().update((model, objects), nnx().State({0: trained}), others)
-
-
-def split_all(objects: Any) -> tuple[Any, Any]:
-    """Structure and variables of several NNX objects, as one graph."""
-    return nnx().split(objects)
-
-
-def merge_all(structure: Any, state: Any) -> list[Any]:
-    """New objects of what `split_all` returned."""
-    return nnx().merge(structure, state)
-
-
-def update_all(objects: list[Any], state: Any) -> None:
-    """Writes variables of `split_all` back, and adds those that are new."""
-    nnx().update(objects, state)
 
 
 def variables_in(*trees: Any) -> list[Any]:

@@ -326,13 +326,9 @@ def _finite_by_max(floats: list[Array]) -> Array:
     return (largest < jnp.inf) & ~has_nan
 
 
-def _finite_by_sum(tiny: Sums, floats: list[Array]) -> Array:
-    return jnp.isfinite(tiny(floats))
-
-
 def _by_sums(tiny: Sums, norm_of: Callable[[list[Array]], Array]) -> Reductions:
     return Reductions(
-        functools.partial(_finite_by_sum, tiny),
+        lambda floats: jnp.isfinite(tiny(floats)),
         functools.partial(_norm_or_norm_of_tiny, tiny, norm_of),
         norm_of,
     )

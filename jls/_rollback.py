@@ -266,9 +266,7 @@ def _observes_nan(program: Any) -> bool:
     A loop until convergence could, and what JAX computes by one on some platform (svd,
     igamma); functions of the host; foreign code; exported programs.
     """
-    return not all(map(_is_blind, opened(program).jaxpr.eqns))
-
-
-def _is_blind(equation: Any) -> bool:
-    inner = programs_in(equation)
-    return primitive_of(equation).is_blind and not any(map(_observes_nan, inner))
+    return any(
+        not primitive_of(x).is_blind or any(map(_observes_nan, programs_in(x)))
+        for x in opened(program).jaxpr.eqns
+    )

@@ -21,14 +21,7 @@ from jls._nnx import modules_in
 from jls._notes import note, noted
 from jls._state import find_scaler_states, scaler_state_in, wrappers_in
 from jls._text import describe, naming_arguments
-from jls._tree import (
-    Tree,
-    check_holds,
-    is_array,
-    is_differentiable,
-    is_inexact,
-    widen,
-)
+from jls._tree import Tree, check_holds, is_array, is_differentiable, is_inexact, widen
 
 P = ParamSpec("P")
 Aux = TypeVar("Aux")

@@ -178,7 +178,8 @@ class FoundState(NamedTuple):
 
 def wrappers_in(state: Any) -> list[FoundState]:
     """The states of all wrappers in `state`, which is searched once."""
-    nodes = find(state, lambda x: is_wrapper_state(x) or _undoes_skips(x))
+    undoing = optax.MultiStepsState | optax.ApplyIfFiniteState
+    nodes = find(state, lambda x: is_wrapper_state(x) or isinstance(x, undoing))
     return [
         FoundState(inside, node)
         for _, node in nodes
@@ -192,10 +193,6 @@ def wrappers_in(state: Any) -> list[FoundState]:
 
 def is_multi_steps_state(node: Any) -> bool:
     return isinstance(node, optax.MultiStepsState)
-
-
-def _undoes_skips(node: Any) -> bool:
-    return isinstance(node, optax.MultiStepsState | optax.ApplyIfFiniteState)
 
 
 def wrapper_name(scaler_state: Any) -> str:

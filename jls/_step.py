@@ -54,19 +54,8 @@ from jls._mistakes import (
 from jls._notes import note, noted
 from jls._program.jaxprs import varying_axes
 from jls._program.squares import SumOfSquares
-from jls._reduce import (
-    all_finite,
-    any_nan,
-    finite_leaves,
-    global_norm,
-)
-from jls._rollback import (
-    Prepared,
-    call,
-    prepare,
-    roll_back_unless,
-    sum_of_squares_in,
-)
+from jls._reduce import all_finite, any_nan, finite_leaves, global_norm
+from jls._rollback import Prepared, call, prepare, roll_back_unless, sum_of_squares_in
 from jls._rollback_cpu import at_once_on_gpu, computed_once
 from jls._scalers.rule import count_up
 from jls._state import (

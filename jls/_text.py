@@ -128,7 +128,8 @@ def naming_arguments(**meant: str) -> Callable[[FunctionT], FunctionT]:
         is_open = inspect.Parameter.VAR_POSITIONAL in kinds.values()
         takes_any = inspect.Parameter.VAR_KEYWORD in kinds.values()
         required = [n for n in by_position if names[n].default is names[n].empty]
-        own = f"{_folder(function)}.{function.__name__}"
+        is_preset = function.__module__ == "jls.presets"
+        own = f"jls.{'presets.' if is_preset else ''}{function.__name__}"
         for name in names:
             _TAKEN_BY.setdefault(name, []).append(own)
 
@@ -162,10 +163,6 @@ _BY_POSITION = (
 )
 # Of each argument the functions that take it, as far as they are imported.
 _TAKEN_BY: dict[str, list[str]] = {}
-
-
-def _folder(function: Any) -> str:
-    return "jls.presets" if function.__module__ == "jls.presets" else "jls"
 
 
 def _taken_by(name: str) -> str:

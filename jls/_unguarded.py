@@ -7,7 +7,6 @@ in a step that it skips. And what comes before it, such as momentum, may keep a 
 """
 
 import operator
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ import jax
 import optax
 from jax.core import Tracer
 
-from jls._notes import noted
+from jls._mistakes import program_beside
 from jls._program.control import Site
 from jls._program.jaxprs import is_inexact_atom, names_around
 from jls._program.known import number_in
@@ -26,7 +25,6 @@ from jls._state import is_wrapper_state
 from jls._step import FoundWrapper, wrapper_of
 from jls._text import path_name
 from jls._tree import is_inexact, named_floats
-from jls._types import JlsWarning
 
 
 class Unguarded(NamedTuple):
@@ -60,9 +58,8 @@ def unguarded_in(
     outside = _outside(state)
 
     def update(grads, outside):
-        with noted("update", apart=True):  # they are of this trace
-            given = _with_outside(state, outside)
-            updates, new = update_fn(grads, given, params, **extra)
+        given = _with_outside(state, outside)
+        updates, new = update_fn(grads, given, params, **extra)
         return updates, _outside(new)
 
     made = _trace(update, grads, outside)
@@ -161,9 +158,7 @@ def _trace(fun: Callable[..., Any], *args: Any) -> _Traced | None:
     It is raised where the step is taken.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", JlsWarning)  # given where the step is taken
-            program, results = jax.make_jaxpr(fun, return_shape=True)(*args)
+        program, results = program_beside(fun, *args)
     except Exception:
         return None
     return _Traced(program, jax.tree.structure(results))

@@ -27,12 +27,7 @@ from jls._notes import note, noted
 from jls._placement import own_buffers, place_on_all
 from jls._scalers.dynamic import dynamic
 from jls._scalers.static import static
-from jls._state import (
-    find,
-    is_wrapper_state,
-    scaler_state_in,
-    wrapper_name,
-)
+from jls._state import find, is_wrapper_state, scaler_state_in, wrapper_name
 from jls._step import WrapperUpdate
 from jls._text import (
     at,

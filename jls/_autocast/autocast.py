@@ -20,7 +20,7 @@ from jls._autocast.float8 import E4M3, LEAST, warn_of_chip
 from jls._autocast.keep import INSIDE, KEEP, OUTER, Choice, Keep
 from jls._autocast.rewrite import ClosedOverError, Rewrite
 from jls._mistakes import warn
-from jls._nnx import is_object, merge_all, split_all, update_all
+from jls._nnx import is_object, nnx
 from jls._program.frames import Frame
 from jls._program.jaxprs import Program, parameter, trace_of, traced_wide
 from jls._program.products import products_in
@@ -217,7 +217,7 @@ class _Call:
         self.arrays = [leaves[i] for i in self._indices]
         if self._objects:
             objects = [leaves[i] for i in self._objects]
-            self._graph, state = split_all(objects)
+            self._graph, state = nnx().split(objects)
             arrays, self._state = jax.tree.flatten(state)
             self.arrays += arrays
         self._own_trace: Any = None  # the last one
@@ -232,12 +232,12 @@ class _Call:
         objects: list[Any] = []
         if self._objects:
             state = self._state.unflatten(arrays[count:])
-            objects = merge_all(self._graph, state)
+            objects = nnx().merge(self._graph, state)
             for i, made in zip(self._objects, objects, strict=True):
                 leaves[i] = made
         args, kwargs = self._structure.unflatten(leaves)
         result = self._fun(*args, **kwargs)
-        state = split_all(objects)[1] if objects else None
+        state = nnx().split(objects)[1] if objects else None
         out, structure = jax.tree.flatten((result, state))
         traced = [i for i, leaf in enumerate(out) if _is_traced(leaf)]
         arrays = tuple(out[i] for i in traced)
@@ -255,7 +255,7 @@ class _Call:
         result, state = structure.unflatten(out)
         if self._objects:
             objects = [self._leaves[i] for i in self._objects]
-            update_all(objects, state)
+            nnx().update(objects, state)
         return result
 
     def run(self, half: Any, keep: Keep) -> Any:

@@ -16,35 +16,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jls._autocast.float8 import (
-    BFLOAT16,
-    E4M3,
-    is_large,
-    is_matrix_product,
-    is_uneven,
-)
+from jls import _scopes
+from jls._autocast.float8 import BFLOAT16, E4M3, is_large, is_matrix_product, is_uneven
 from jls._mistakes import warn
 from jls._program.control import MAIN, Site, calls_of
 from jls._program.frames import Frame
-from jls._program.jaxprs import (
-    Opened,
-    Program,
-    in_scope,
-    is_float32,
-    opened,
-    rule_of,
-)
+from jls._program.jaxprs import Opened, Program, in_scope, is_float32, opened, rule_of
 from jls._program.places import Place, modules_of, place_of
 from jls._program.products import asks_for_precision, is_inner, is_outer, products_in
-from jls._scopes import (
-    FLOAT32,
-    KEPT,
-    NOT_IN_FLOAT8,
-    OUTER_PRODUCT,
-    TOO_SMALL,
-    UNEVEN,
-    marks_of,
-)
 from jls._text import listed
 
 Keep = str | Callable[[Place], Any] | None
@@ -53,7 +32,7 @@ KEEP = "keep"
 INSIDE = "keep of an autocast inside"
 OUTER = "outer product"
 # These scopes tell the tools why a product, or its derivative, is as written.
-_MARKS = {KEEP: KEPT, INSIDE: KEPT, OUTER: OUTER_PRODUCT}
+_MARKS = {KEEP: _scopes.KEPT, INSIDE: _scopes.KEPT, OUTER: _scopes.OUTER_PRODUCT}
 
 
 class Choice:
@@ -136,7 +115,7 @@ class Choice:
             return "inner product"
         if self.is_kept(site):
             return KEEP
-        if marks_of(site) & {FLOAT32, KEPT}:
+        if _scopes.marks_of(site) & {_scopes.FLOAT32, _scopes.KEPT}:
             return INSIDE
         return OUTER if is_outer(equation) else None
 
@@ -167,8 +146,8 @@ class Choice:
         if not self.is_float8 or self.takes_float8(site):
             return None
         if not is_matrix_product(site.equation) or _is_in_rule(site):
-            return NOT_IN_FLOAT8
-        return UNEVEN if is_uneven(site.equation) else TOO_SMALL
+            return _scopes.NOT_IN_FLOAT8
+        return _scopes.UNEVEN if is_uneven(site.equation) else _scopes.TOO_SMALL
 
     def marked(self, program: Program) -> Opened:
         """Adds the scopes of jls to a program that has no product in half.
@@ -179,7 +158,7 @@ class Choice:
         marks = dict[int, str]()
         for product in products_in(Frame(program)):
             mark, index = self.mark_of(product.site), product.site.indices[0]
-            if mark and marks.get(index) != KEPT:
+            if mark and marks.get(index) != _scopes.KEPT:
                 marks[index] = mark
         jaxpr, consts = opened(program)
         equations = [

@@ -101,10 +101,7 @@ def _wide_program(jaxpr: Any) -> Any:
     """A program without constants, such as the sum of two numbers, in float32."""
 
     def run(*operands):
-        def run_one(site, inputs):
-            return run_wide(site.equation, inputs)
-
-        return evaluate(jaxpr, operands, widened, run_one)
+        return evaluate(jaxpr, operands, WIDE.held, WIDE.run)
 
     avals = (x.aval for x in jaxpr.invars)
     shapes = [jax.ShapeDtypeStruct(x.shape, _wide_dtype(x.dtype)) for x in avals]
@@ -147,10 +144,6 @@ def _run_both(site: Site, inputs: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _pair_of(value: Any) -> Any:
-    return Pair(value, widened(value)) if is_inexact_atom(value) else value
-
-
 AS_WRITTEN = Arithmetic(lambda value: value, lambda site, x: bind(site.equation, x))
 WIDE = Arithmetic(widened, lambda site, x: run_wide(site.equation, x))
-BOTH = Arithmetic(_pair_of, _run_both)
+BOTH = Arithmetic(lambda x: Pair(x, widened(x)) if is_inexact_atom(x) else x, _run_both)

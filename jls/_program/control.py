@@ -149,6 +149,11 @@ class Call(NamedTuple):
     def is_loop(self) -> bool:
         return self.kind in ("scan", "while")
 
+    @property
+    def has_lanes(self) -> bool:
+        """Whether it is a condition under `vmap`: the lanes of the loop end apart."""
+        return bool(opened(self.program).jaxpr.outvars[0].aval.shape)
+
     def operand(self, index: int) -> int:
         """The operand of the equation that an input is, in the first iteration."""
         return self.first + index + (self.gap if index >= self.consts else 0)
@@ -288,8 +293,7 @@ def _while_again(
     body, condition = calls
     inputs = body.inputs(operands)
     carry = inputs[body.consts :]
-    # Under `vmap` each lane ends by itself.
-    has_lanes = bool(opened(condition.program).jaxpr.outvars[0].aval.shape)
+    has_lanes = condition.has_lanes
 
     def is_on(carry):
         return run(condition, [*operands[: condition.consts], *carry])[0][0]

@@ -50,7 +50,7 @@ def degree_of(op: Operation, has_data: bool) -> Degree:
     if kind == "order":
         return ZERO
     if kind == "bounded" and has_data:
-        return Mixed(site, (ZERO, *degrees))
+        return Mixed(site)
     if op.name == "integer_pow":  # with an exponent that is not known
         return Unknown(site)
     return _of_scales_alone(site, op.operands, has_data) or Unknown(site)
@@ -88,8 +88,7 @@ def common_degree(site: Site, values: Sequence[Value], has_data: bool) -> Degree
         return ANY
     if all(degree == found[0] for degree in found):
         return found[0]
-    powers = tuple(dict.fromkeys(found))
-    return _of_scales_alone(site, values, has_data) or Mixed(site, powers)
+    return _of_scales_alone(site, values, has_data) or Mixed(site)
 
 
 def _of_scales_alone(

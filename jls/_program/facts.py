@@ -39,7 +39,6 @@ class Mixed:
     """The degree of a sum or a choice of values of several degrees."""
 
     site: Site
-    degrees: tuple[Any, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,10 +90,6 @@ class Fact(NamedTuple):
     compared: Callable[[Any], Any] = lambda fact: fact
 
 
-def _either(one: Any, other: Any) -> Any:
-    return one or other
-
-
 def _if_equal(one: Any, other: Any) -> Any:
     return one if one == other else None
 
@@ -105,7 +100,7 @@ def _kind_of_degree(degree: Any) -> Any:
 
 _IF_EQUAL = Fact(_if_equal)
 # One of several places stands for all of them.
-_FIRST = Fact(_either, lambda place: place is not None)
+_FIRST = Fact(lambda one, other: one or other, lambda place: place is not None)
 Bits = Annotated[int, Fact(operator.or_)]
 Is = Annotated[bool, Fact(operator.or_)]  # if it may be
 Where = Annotated[Site | None, _FIRST]

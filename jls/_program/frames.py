@@ -71,8 +71,13 @@ class Frame:
         """Whether it is the body of a batched while loop, whose lanes end apart."""
         if self.kind != "while":
             return False
-        (condition,) = (x for x in calls_of(self.caller) if x.kind == "condition")
-        return bool(opened(condition.program).jaxpr.outvars[0].aval.shape)
+        return self.condition.has_lanes
+
+    @property
+    def condition(self) -> Call:
+        """The condition of a while loop of which this is the body."""
+        (call,) = (x for x in calls_of(self.caller) if x.kind == "condition")
+        return call
 
     @property
     def caller(self) -> Any:
@@ -154,10 +159,6 @@ class Frame:
                 if not child.is_loop:
                     yield from child.unused(is_wanted)
 
-    def counts(self) -> tuple[int, int]:
-        """The numbers of constants and of carried values among a loop's inputs."""
-        return self.call.consts, self.call.carried
-
     def given(self, index: int) -> Any:
         """The caller's operand for an input."""
         return self.caller.invars[self.call.operand(index)]
@@ -178,10 +179,10 @@ class Frame:
         child = called[0]
         if not child.is_loop:
             return Link("branch" if child.kind == "branch" else "call", inside)
-        consts, carried = child.counts()
-        if result >= carried:
+        if result >= child.call.carried:
             return Link("stack", inside)
-        return Link("last", [*inside, (self, child.given(consts + result))], result)
+        begins = self, child.given(child.call.consts + result)
+        return Link("last", [*inside, begins], result)
 
     def _link_of_input(self, index: int) -> Link:
         if self.parent is None:
@@ -189,13 +190,13 @@ class Frame:
         outside = self.parent, self.given(index)
         if not self.is_loop:
             return Link("call", [outside])
-        consts, carried = self.counts()
-        if index < consts:
+        position = index - self.call.consts
+        if position < 0:
             return Link("same", [outside])
-        if index >= consts + carried:
-            return Link("slice", [outside], index - consts - carried)
-        after = self, self.jaxpr.outvars[index - consts]
-        return Link("carry", [outside, after], index - consts)
+        if position >= self.call.carried:
+            return Link("slice", [outside], position - self.call.carried)
+        after = self, self.jaxpr.outvars[position]
+        return Link("carry", [outside, after], position)
 
     def sources(self, variable: Any) -> "list[Variable]":
         """The variables that a variable comes from, one operation or call back."""

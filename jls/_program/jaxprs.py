@@ -8,7 +8,6 @@ known, a call is one operation that nothing is known of.
 
 import contextlib
 import functools
-import itertools
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -367,14 +366,13 @@ def has_side_effects(equation: Any) -> bool:
 
 def lines_of(equation: Any) -> list[Line]:
     """The traceback of an equation, innermost first."""
-    traceback = _part(_part(equation, "source_info"), "traceback")
     return [
         Line(
             _part(x, "file_name", ""),
             _part(x, "line_num", 0),
             _part(x, "function_name", ""),
         )
-        for x in _part(traceback, "frames", ())
+        for x in _part(traceback_of(equation), "frames", ())
     ]
 
 
@@ -444,16 +442,10 @@ def to_varying(array: Array, axes: frozenset[str]) -> Array:
 
 
 @contextlib.contextmanager
-def traced_as(equation: Any, names: Any = None) -> Iterator[None]:
-    """Names and lines of an equation, for what is traced in its place.
-
-    Args:
-      equation: of a program.
-      names: its name stack, where that is not the whole one.
-    """
-    names = name_stack(equation) if names is None else names
-    settings = in_settings(_part(equation, "ctx"))
-    with traced_at(traceback_of(equation), names), settings:
+def traced_as(equation: Any) -> Iterator[None]:
+    """Names, lines and settings of an equation, for what is traced in its place."""
+    settings = _part(_part(equation, "ctx"), "manager") or contextlib.nullcontext()
+    with traced_at(traceback_of(equation), name_stack(equation)), settings:
         yield
 
 
@@ -466,18 +458,6 @@ def traced_at(traceback: Any, names: Any) -> Any:
     if around is None or isinstance(names, str):
         return context(traceback)
     return context(traceback, name_stack=around() + names)
-
-
-def in_settings(settings: Any) -> Any:
-    """A context with the settings of JAX at an equation, None for those that are on."""
-    return _part(settings, "manager") or contextlib.nullcontext()
-
-
-def settings_beside(equation: Any, other: Any) -> Any:
-    """The settings of JAX at an equation; None if `other` has the same."""
-    mine, theirs = _part(equation, "ctx"), _part(other, "ctx")
-    # Before jax 0.10 one has no equality.
-    return None if mine is theirs or repr(mine) == repr(theirs) else mine
 
 
 def traceback_of(equation: Any) -> Any:
@@ -517,15 +497,6 @@ def _with_source(equation: Any, **parts: Any) -> Any:
         return equation
     known = {x: y for x, y in parts.items() if not isinstance(y, str | None)}
     return equation.replace(source_info=replace(**known))
-
-
-def shared_names(equations: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """The scopes around all of some equations; and of each the scopes within."""
-    stacks = [name_stack(x) for x in equations]
-    whole = [_part(x, "stack", ()) for x in stacks]
-    levels = zip(*whole, strict=False)
-    count = len(list(itertools.takewhile(lambda x: len({*x}) == 1, levels)))
-    return stacks[0][:count], [x[count:] for x in stacks]
 
 
 class Operation(NamedTuple):

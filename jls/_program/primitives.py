@@ -105,23 +105,17 @@ TABLES: tuple[_Rows, ...] = (
     # Each operand as it is.
     _blind(
         """
-        copy device_put layout_constraint name optimization_barrier random_clone reshard
-        sharding_constraint stop_gradient xla_metadata_value
+        copy device_put layout_constraint name optimization_barrier pbroadcast pvary
+        random_clone reshape reshard sharding_constraint squeeze stop_gradient
+        xla_metadata_value
         """,
-        moves="same",
-        is_pairwise=True,
-        is_cheap=True,
-    ),
-    _blind(
-        "pbroadcast pvary reshape squeeze",
         moves="same",
         is_pairwise=True,
         is_cheap=True,
     ),
     _blind("relayout", moves="same", is_cheap=True, since="0.11"),
     # Elements of the operands.
-    _blind("broadcast_in_dim", moves="all", is_cheap=True),
-    _blind("rev transpose", moves="all", is_cheap=True),
+    _blind("broadcast_in_dim rev transpose", moves="all", is_cheap=True),
     _blind("all_gather all_gather_invariant all_to_all ppermute", moves="some"),
     _blind("concatenate pad slice split", moves="some", is_cheap=True),
     _blind("stack tile unstack", moves="some", is_cheap=True, since="0.10"),
@@ -195,8 +189,7 @@ TABLES: tuple[_Rows, ...] = (
     ),
     _elementwise("rsqrt", degree=-0.5, singular=0, like="root", is_cheap=True),
     _elementwise("cbrt", degree=1 / 3, is_cheap=True),
-    _elementwise("integer_pow", is_cheap=True, **_POWER),
-    _elementwise("pow", is_cheap=True, **_POWER),
+    _elementwise("integer_pow pow", is_cheap=True, **_POWER),
     _elementwise("one_minus_square", is_cheap=True, since="0.11"),
     _elementwise("polynomial", is_cheap=True, since="0.12"),
     # Numbers cast, signs changed, parts taken.
@@ -245,9 +238,7 @@ TABLES: tuple[_Rows, ...] = (
     _elementwise("acosh atanh", singular=0, like="arc", is_cheap=True),
     _elementwise("acos asin erf_inv", singular=0, like="arc", is_cheap=True),
     _elementwise("cosh sinh", singular=0, is_cheap=True),
-    _elementwise("asinh atan atan2", is_cheap=True),
-    _elementwise("tan", is_cheap=True),
-    _elementwise("digamma lgamma", is_cheap=True),
+    _elementwise("asinh atan atan2 digamma lgamma tan", is_cheap=True),
     _rows(
         """
         bessel_i0e bessel_i1e igamma igamma_grad_a igammac polygamma
@@ -307,11 +298,7 @@ def primitive_of(equation: Any) -> Primitive:
     name = equation.primitive.name
     if is_checkpoint_name(equation):
         name = "name"
-    if name == "scatter" and _computes(parameter(equation, "update_jaxpr")):
-        return UNKNOWN
+    update = parameter(equation, "update_jaxpr")
+    if name == "scatter" and update is not None and update.eqns:
+        return UNKNOWN  # more than it is given is written: `x.at[i].apply(fun)`
     return TABLE.get(name, UNKNOWN)
-
-
-def _computes(update: Any) -> bool:
-    """Whether a scatter does more than write what it is given: `x.at[i].apply(fun)`."""
-    return update is not None and bool(update.eqns)

@@ -63,7 +63,6 @@ def replay(
     program: Program,
     operands: Sequence[Any],
     watch: Watch,
-    site: Site = MAIN,
     arithmetic: Arithmetic = AS_WRITTEN,
     only: Container[Indices] | None = None,
     merging: Merging = WORST,
@@ -77,7 +76,6 @@ def replay(
       watch: called with the site, the operands and the results of each operation,
         perhaps more than once. Slices, taken branches and carries come as the results
         of an operation with one of the negative indices above.
-      site: the calls around the program.
       arithmetic: how it is computed. `BOTH` gives the watch pairs, and returns them.
       only: the places of the operations to watch, and of the calls around them. What
         they do not need is left out, and a result that is not computed is None.
@@ -88,7 +86,7 @@ def replay(
     held = list(map(arithmetic.held, operands))
     used = None if only is None else ()
     run = _Replay(watch, arithmetic, only, merging, around).run
-    return run(program, held, site, used)
+    return run(program, held, MAIN, used)
 
 
 class _Replay(NamedTuple):
@@ -170,7 +168,7 @@ class _Replay(NamedTuple):
 
         def run(call: Call, inputs: Sequence[Any]) -> Replayed:
             if call.kind == "condition":
-                unseen = self._replace(watch=_see_nothing)
+                unseen = self._replace(watch=lambda site, x, results: Watched(results))
                 return unseen.run(call.program, inputs, site)
             records: Tree = {}
             if call.kind == "scan":
@@ -232,11 +230,6 @@ class _Replay(NamedTuple):
         before = partial(self.merging.before, self._full)
         kept = jax.tree.map(before, shapes, is_leaf=_is_record)
         return (jnp.uint32(0), kept), body
-
-
-def _see_nothing(site: Site, inputs: Sequence[Any], results: Sequence[Any]) -> Watched:
-    del site, inputs
-    return Watched(results)
 
 
 def _recorded(records: Tree) -> Tree:

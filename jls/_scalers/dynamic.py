@@ -26,19 +26,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jls import _validate
-from jls._scalers.rule import (
-    BACKOFF_FACTOR,
-    GROWTH_FACTOR,
-    GROWTH_INTERVAL,
-    INIT_SCALE,
-    MAX_SCALE,
-    MIN_SCALE,
-    is_due,
-    make,
-    move,
-    start_at,
-    switch,
-)
+from jls._scalers import rule
 from jls._text import naming_arguments
 from jls._tree import as_flag
 from jls._types import LossScaler, ScalerState
@@ -55,12 +43,12 @@ def dynamic_adjust(
 ) -> ScalerState:
     _validate.scaler_state(state, ScalerState)
     finite = as_flag("grads_finite", grads_finite)
-    up = finite & is_due(state.finite_count, growth_interval)
-    down = ~finite & is_due(state.nonfinite_count, backoff_interval)
+    up = finite & rule.is_due(state.finite_count, growth_interval)
+    down = ~finite & rule.is_due(state.nonfinite_count, backoff_interval)
     kept = 0 if consecutive else state.nonfinite_count
     bad = jnp.where(finite, kept, state.nonfinite_count + 1)
     return ScalerState(
-        loss_scale=move(state.loss_scale, up, down, **factors_and_bounds),
+        loss_scale=rule.move(state.loss_scale, up, down, **factors_and_bounds),
         finite_count=jnp.where(finite & ~up, state.finite_count + 1, 0),
         nonfinite_count=jnp.where(down, 0, bad),
     )
@@ -75,15 +63,15 @@ def dynamic_adjust(
     period="growth_interval",
 )
 def dynamic(
-    init_scale: float = INIT_SCALE,
+    init_scale: float = rule.INIT_SCALE,
     *,
-    growth_factor: float = GROWTH_FACTOR,
-    backoff_factor: float = BACKOFF_FACTOR,
-    growth_interval: int = GROWTH_INTERVAL,
+    growth_factor: float = rule.GROWTH_FACTOR,
+    backoff_factor: float = rule.BACKOFF_FACTOR,
+    growth_interval: int = rule.GROWTH_INTERVAL,
     backoff_interval: int = 1,
     consecutive: bool = True,
-    min_scale: float = MIN_SCALE,
-    max_scale: float = MAX_SCALE,
+    min_scale: float = rule.MIN_SCALE,
+    max_scale: float = rule.MAX_SCALE,
 ) -> LossScaler[ScalerState]:
     """Returns a scaler that grows the loss scale and backs off after an overflow.
 
@@ -133,4 +121,6 @@ def dynamic(
     """
     given = locals()
     consecutive = _validate.flag("consecutive", given.pop("consecutive"))
-    return make(start_at, switch(dynamic_adjust, consecutive=consecutive), given)
+    return rule.make(
+        rule.start_at, rule.switch(dynamic_adjust, consecutive=consecutive), given
+    )

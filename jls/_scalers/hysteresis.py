@@ -26,19 +26,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jls import _validate
-from jls._scalers.rule import (
-    BACKOFF_FACTOR,
-    GROWTH_FACTOR,
-    INIT_SCALE,
-    MAX_SCALE,
-    MIN_SCALE,
-    count_up,
-    is_due,
-    make,
-    move,
-    start_at,
-    switch,
-)
+from jls._scalers import rule
 from jls._text import naming_arguments
 from jls._tree import as_flag
 from jls._types import LossScaler, ScalerState
@@ -57,12 +45,12 @@ def hysteresis_adjust(
 ) -> ScalerState:
     _validate.scaler_state(state, ScalerState)
     finite = as_flag("grads_finite", grads_finite)
-    up = finite & is_due(state.finite_count, growth_interval)
-    down = ~finite & is_due(state.nonfinite_count, hysteresis)
+    up = finite & rule.is_due(state.finite_count, growth_interval)
+    down = ~finite & rule.is_due(state.nonfinite_count, hysteresis)
     refilled = finite if refill == "finite" else up
-    bad = count_up(state.nonfinite_count, ~finite)
+    bad = rule.count_up(state.nonfinite_count, ~finite)
     return ScalerState(
-        loss_scale=move(state.loss_scale, up, down, **factors_and_bounds),
+        loss_scale=rule.move(state.loss_scale, up, down, **factors_and_bounds),
         finite_count=jnp.where(finite & ~up, state.finite_count + 1, 0),
         nonfinite_count=jnp.where(refilled, 0, bad),
     )
@@ -70,15 +58,15 @@ def hysteresis_adjust(
 
 @naming_arguments()
 def hysteresis(
-    init_scale: float = INIT_SCALE,
+    init_scale: float = rule.INIT_SCALE,
     *,
-    growth_factor: float = GROWTH_FACTOR,
-    backoff_factor: float = BACKOFF_FACTOR,
+    growth_factor: float = rule.GROWTH_FACTOR,
+    backoff_factor: float = rule.BACKOFF_FACTOR,
     growth_interval: int = 1000,
     hysteresis: int = 2,
     refill: Refill = "growth",
-    min_scale: float = MIN_SCALE,
-    max_scale: float = MAX_SCALE,
+    min_scale: float = rule.MIN_SCALE,
+    max_scale: float = rule.MAX_SCALE,
 ) -> LossScaler[ScalerState]:
     """Returns a scaler that tolerates a few non-finite steps before it backs off.
 
@@ -127,4 +115,6 @@ def hysteresis(
             f"hysteresis(hysteresis={init_scale}) for the count of steps, or "
             f"init_scale={init_scale:.1f}."
         )
-    return make(start_at, switch(hysteresis_adjust, refill=refill), given)
+    return rule.make(
+        rule.start_at, rule.switch(hysteresis_adjust, refill=refill), given
+    )

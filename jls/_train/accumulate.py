@@ -76,7 +76,9 @@ def accumulate(
         total = jax.tree.map(jnp.add, total, grads)
         return (carried, total), (widen(loss), finite, is_kept, aux)
 
-    zeros = jax.tree.map(_zeros, params)
+    zeros = jax.tree.map(
+        lambda x: jnp.zeros_like(x, dtype=wide_dtype(jnp.result_type(x))), params
+    )
     numbers = jnp.arange(micro_batches)
     parts = numbers, _split(batch, micro_batches)
     with _axes_named(batch):
@@ -158,10 +160,6 @@ def _has_keys(value: Any) -> bool:
 def _is_raw_key(leaf: Any) -> bool:
     is_uint32 = is_array(leaf) and jnp.result_type(leaf) == jnp.uint32
     return is_uint32 and jnp.shape(leaf)[-1:] in ((2,), (4,))
-
-
-def _zeros(param: Any) -> Array:
-    return jnp.zeros_like(param, dtype=wide_dtype(jnp.result_type(param)))
 
 
 @contextlib.contextmanager

@@ -11,12 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jls._mistakes import warn
-from jls._nnx import (
-    is_optimizer,
-    objects_in,
-    trained_variables,
-    variables_in,
-)
+from jls._nnx import is_optimizer, objects_in, trained_variables, variables_in
 from jls._notes import noted
 from jls._scalers.rule import count_up
 from jls._state import find, is_wrapper_state, wrapper_state_in

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jls._mistakes import warn
-from jls._nnx import is_object, merge_all, split_all
+from jls._nnx import is_object, nnx
 from jls._text import listed, quoted
 from jls._train.parts import Order
 from jls._tree import is_array
@@ -70,9 +70,9 @@ def _own(arg: Any) -> Any:
     """A model of NNX as one that the trace around may change."""
     if not is_object(arg):
         return arg
-    graph, state = split_all([arg])
+    graph, state = nnx().split(arg)
     leaves, structure = jax.tree.flatten(state)  # variables of its own
-    return merge_all(graph, jax.tree.unflatten(structure, leaves))[0]
+    return nnx().merge(graph, jax.tree.unflatten(structure, leaves))
 
 
 def warn_of_no_gradient(loss_fn: Callable[..., Any], model: Any) -> None:

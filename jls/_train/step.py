@@ -36,25 +36,14 @@ from jls._autocast.autocast import autocast, check_dtype, check_keep
 from jls._autocast.keep import Keep
 from jls._bfloat16 import read_wide, stored_narrow
 from jls._ema import ParamsEmaState
-from jls._mistakes import (
-    EagerCalls,
-    check_loss_function,
-    other_params_noted,
-    warn,
-)
+from jls._mistakes import EagerCalls, check_loss_function, other_params_noted, warn
 from jls._notes import noted
 from jls._program.jaxprs import varying_axes
 from jls._reduce import global_norm
 from jls._scale import differentiate
 from jls._step import FoundWrapper, find_wrappers, wrapper_of
 from jls._text import describe, listed, naming_arguments, quoted
-from jls._train.accumulate import (
-    Accumulated,
-    Accumulation,
-    Drop,
-    accumulate,
-    keys_for,
-)
+from jls._train.accumulate import Accumulated, Accumulation, Drop, accumulate, keys_for
 from jls._train.apply import (
     WRAP_WHOLE,
     Rates,

@@ -19,8 +19,8 @@ from right_steps import RIGHT as RIGHT_STEPS
 from shared import assert_identical
 
 import jls
-from jls._tools.check.check import look_at_precision, read_step
-from jls._tools.reading.precision import in_words
+from jls._tools.check.check import read_step
+from jls._tools.reading.precision import in_words, look_at
 
 # Steps with a mistake are warned of too.
 pytestmark = [
@@ -38,8 +38,9 @@ IN_LOSS = NOT_SCALED.replace("at ", "of a gradient inside the loss, at ")
 
 def look(step, *args, **kwargs):
     runner, *_ = read_step(step, args, kwargs, None)
-    assert runner.subject.reading is not None
-    return look_at_precision(runner.subject, runner.subject.reading)
+    subject = runner.subject
+    assert subject.reading is not None
+    return look_at(subject.reading, [subject.scales[k] for k in subject.live])
 
 
 def moving(inner=None):

@@ -10,7 +10,6 @@ import optax
 
 from jls import _validate
 from jls._mistakes import is_jit_disabled
-from jls._program.frames import Frame
 from jls._program.places import Place, short_path
 from jls._state import how_to_nest
 from jls._text import no_field, wrapped
@@ -28,8 +27,7 @@ from jls._tools.check.runs import OutOfRunsError, Run, Runner, Trial
 from jls._tools.check.subject import Subject
 from jls._tools.check.tolerance import note_tolerances
 from jls._tools.reading.arguments import Arguments, open_call
-from jls._tools.reading.precision import Precision, PrecisionReport, in_words, look_at
-from jls._tools.reading.reading import Reading
+from jls._tools.reading.precision import Precision, in_words, look_at
 from jls._tools.reading.scales import Scale, scales_in
 from jls._tree import is_array
 
@@ -215,12 +213,6 @@ def check_step(
     return check
 
 
-def look_at_precision(subject: Subject, reading: Reading) -> PrecisionReport:
-    """The precision of the step, and what its loss scales miss."""
-    live = [subject.scales[k] for k in subject.live]
-    return look_at(reading, Frame(reading.traced.program), live)
-
-
 def read_step(
     step: Callable[..., Any],
     args: tuple[Any, ...],
@@ -234,7 +226,6 @@ def read_step(
     """
     _validate.function("step", step)
     given = len(args)
-    _check_type(carried)
     step, args, arguments = open_call("jls.check_step", "step", step, args, kwargs)
     named = _named(carried, arguments, len(args) - given)
     scales = _require_scales(args, kwargs, arguments)
@@ -358,7 +349,8 @@ def _step_check(subject: Subject, findings: Findings) -> StepCheck:
     }
     precision, half = None, ""
     if subject.reading is not None:
-        precision, half, more = look_at_precision(subject, subject.reading)
+        live = [subject.scales[k] for k in subject.live]
+        precision, half, more = look_at(subject.reading, live)
         write |= {"precision": more} if more else {}
     return StepCheck(
         broken=tuple(broken),
@@ -433,32 +425,26 @@ def _require_scales(
     return scales
 
 
-def _check_type(carried: Any) -> None:
-    is_text_or_array = isinstance(carried, str | jax.Array | np.ndarray)
-    if is_text_or_array or not isinstance(carried, Iterable | None):
-        raise TypeError(_rule(carried))
-
-
-def _rule(carried: Any) -> str:
-    return (
-        "carried must be positions and names of arguments, or a dict of them with "
-        f"the fields that count, got {carried!r}."
-    )
-
-
 def _named(
     carried: CarriedNames, arguments: Arguments, bound: int
 ) -> dict[str, tuple[str, ...] | None] | None:
     """The names of the carried arguments, with the fields that count."""
     if carried is None:
         return None
+    rule = (
+        "carried must be positions and names of arguments, or a dict of them with "
+        f"the fields that count, got {carried!r}."
+    )
+    is_text_or_array = isinstance(carried, str | jax.Array | np.ndarray)
+    if is_text_or_array or not isinstance(carried, Iterable):
+        raise TypeError(rule)
     named: dict[str, tuple[str, ...] | None] = {}
     positions = arguments.names[bound:]
     arrays = dict.fromkeys(x.path[0] for x in arguments.items if is_array(x.value))
     there = f"The arguments with arrays are {', '.join(arrays)}."
     for key in carried:
         if isinstance(key, bool) or not isinstance(key, int | str):
-            raise TypeError(_rule(carried))
+            raise TypeError(rule)
         if isinstance(key, int) and not 0 <= key < len(positions):
             raise ValueError(
                 f"carried must be positions below {len(positions)}, got {key}."

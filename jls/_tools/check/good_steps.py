@@ -5,12 +5,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jls._program.frames import Frame
 from jls._scopes import NEW
 from jls._text import format_scale
 from jls._tools.check.findings import StepError
 from jls._tools.check.leaves import as_numpy
-from jls._tools.check.runs import Calls, Run, Runner, at_scale, with_changes
+from jls._tools.check.runs import Run, Runner, at_scale, with_changes
+from jls._tools.check.static import Numbers
 from jls._tools.check.subject import Subject
 from jls._tools.reading.keep import argument_of
 from jls._tools.reading.scales import is_switched_off
@@ -34,7 +34,8 @@ class Good(NamedTuple):
     doubt: str = ""  # the same for the headline
     trains: bool = True  # False if the first one shows that no step does
     is_on_one_device: bool = True  # whether all that is carried is
-    in_a_row: Calls | None = None  # calls that were made for a number that changes
+    # Of calls that were made for a static number that changes: see `calls_in_a_row`.
+    in_a_row: tuple[list[Numbers], list[bool]] | None = None
 
     @property
     def always_compile(self) -> bool:
@@ -147,8 +148,7 @@ def _raise_if_float32_is_finite(runner: Runner) -> None:
         return
     live = [x for x in reading.scales if not is_switched_off(start[x.at], x)]
     leaves = with_changes(start, {x.at: 2.0**-24 for x in live})
-    main = Frame(reading.traced.program)
-    frames = main.by_site()
+    frames = reading.main.by_site()
     roots = [
         (frames[x.around], x.atom)
         for call in reading.checked
@@ -156,8 +156,8 @@ def _raise_if_float32_is_finite(runner: Runner) -> None:
         if role != NEW
         for x in given.values()
     ]
-    widths = Widths(main, roots)
-    keep = widths.keep([leaves[i] for i in reading.traced.inputs])
+    inputs = [leaves[i] for i in reading.traced.inputs]
+    keep = Widths(reading.main, roots).keep(inputs)
     if keep is not None:
         write = argument_of(keep) or "the keep that jls.calibrate finds"
         raise StepError(

@@ -62,8 +62,7 @@ def errors_between_scales(
     reading = subject.reading
     if reading is None:
         return None
-    main = Frame(reading.traced.program)
-    frames = main.by_site()
+    frames = reading.main.by_site()
     seen = [_seen(frames[x.around], x.atom) for x in values]
     found = [x for x in seen if x is not None]
     if not found or len(found) < len(seen):
@@ -76,7 +75,7 @@ def errors_between_scales(
         pairs = [(results if x.is_result else inputs, x.position) for x in mine]
         return Watched(results, [arrays[i] for arrays, i in pairs])
 
-    run = Recorder(main, [x.indices for x in found], watch, WIDE)
+    run = Recorder(reading.main, [x.indices for x in found], watch, WIDE)
     scales = {subject.scales[k].at for k in subject.live}
     at_each = [
         run([np.full_like(leaves[i], x) if i in scales else leaves[i]

@@ -90,13 +90,6 @@ class Run(NamedTuple):
         return _rise(self.before, self.after, scale.counters[counter])
 
 
-class Calls(NamedTuple):
-    """Calls of the step, each with what came back from the one before."""
-
-    numbers: list[Numbers]  # the static ones before the first call and after each
-    compiled: list[bool]  # whether each call was
-
-
 def run_of(
     subject: Subject,
     given: Leaves,
@@ -212,8 +205,13 @@ class Runner:
         next_one = [new.get(i, x) if i in kept else old for i, (x, old) in pairs]
         return run_of(subject, leaves, next_one, new, compiled, diverged)
 
-    def calls_in_a_row(self, count: int) -> Calls:
-        """Calls the step, each time with what it returned the time before."""
+    def calls_in_a_row(self, count: int) -> tuple[list[Numbers], list[bool]]:
+        """Calls the step, each time with what it returned the time before.
+
+        Returns:
+          The static numbers before the first call and after each, and whether each was
+          compiled.
+        """
         leaves, given, compiled = self.start, {}, list[bool]()
         found = [numbers_in(self._by_name(self.arguments.rebuild(leaves)))]
         for number in range(1, count + 1):
@@ -226,7 +224,7 @@ class Runner:
             compiled.append(is_compiled)
             given = self._returned(call, result)
             found.append(numbers_in(given))
-        return Calls(found, compiled)
+        return found, compiled
 
     def _by_name(self, call: BoundArguments) -> dict[str, Any]:
         return dict(zip(self.arguments.names, call.args, strict=True)) | call.kwargs

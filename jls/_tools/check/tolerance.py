@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jls._program.control import Call, calls_of
+from jls._program.control import Call
 from jls._program.frames import Frame, Variable, behind
 from jls._program.jaxprs import is_half_atom, is_inexact_atom, is_literal
 from jls._program.places import place_of
@@ -28,10 +28,9 @@ def note_tolerances(good: Good) -> Found:
     """Notes the loops of a program that end so."""
     if good.subject.reading is None:
         return
-    main = Frame(good.subject.reading.traced.program)
     found = dict.fromkeys(
         str(place_of(body.site))
-        for body in main.all()
+        for body in good.subject.reading.main.all()
         if body.kind == "while" and UPDATE not in marks_of(body.site)
         if any(_is_rounded(*x) for x in _compared(body))
     )
@@ -46,8 +45,7 @@ def note_tolerances(good: Good) -> Found:
 
 def _compared(body: Frame) -> Iterator[tuple[list[Variable], list[Any]]]:
     """What is compared to end a loop: variables, and numbers in the program."""
-    (call,) = (x for x in calls_of(body.caller) if x.kind == "condition")
-    condition = Frame(call.program)
+    call, condition = body.condition, Frame(body.condition.program)
     stack: list[Variable] = [(condition, condition.jaxpr.outvars[0])]
     seen = set[Variable]()
     while stack:

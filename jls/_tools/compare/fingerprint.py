@@ -48,7 +48,7 @@ from jls._tools.compare.sketch import (
     random_bits,
     sketch_all,
 )
-from jls._tools.origin.case import settings, trace_call
+from jls._tools.origin.case import result_name, settings, trace_call
 from jls._tools.reading.arguments import items_of
 from jls._tools.reading.reading import is_a_result
 from jls._tools.reading.slow import logging_if_slow
@@ -291,7 +291,7 @@ class _Program:
         outputs = filter(is_a_result, (*traced.outputs, *traced.objects))
         named = enumerate(zip(outputs, main.jaxpr.outvars, strict=True))
         self._results = [
-            (i, atom, _name(item, item in traced.objects))
+            (i, atom, result_name(item, traced, RESULT))
             for i, (item, atom) in named
             if has_numbers(atom)
         ]
@@ -494,13 +494,6 @@ def _value(kind: str, name: str, given: Any, feeds: tuple[Feed, ...] = ()) -> Va
     aval = getattr(given, "aval", given)
     shape, dtype = tuple(aval.shape), str(aval.dtype)
     return Value(Place(kind, module=name), "", shape, dtype, _unit(given), feeds=feeds)
-
-
-def _name(item: Any, is_object: bool) -> str:
-    if is_object:
-        return item.name
-    keys = [f"[{key}]" if key.isdigit() else f".{key}" for key in item.path]
-    return f"result{''.join(keys)}"
 
 
 def _rows(record: Any) -> np.ndarray:

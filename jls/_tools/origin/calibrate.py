@@ -120,7 +120,7 @@ def calibrate(
     with settings(), logging_if_slow(_SLOW):
         case = read_case("jls.calibrate", step, args, kwargs)
         scaled = read_scaled(case)
-        seen = look_at(case.reading, case.main, [case.scales[i] for i in case.live])
+        seen = look_at(case.reading, [case.scales[i] for i in case.live])
         bounds = _bounds(step, (args, kwargs))
         found = _mended(scaled) or _calibrated(scaled, seen, bounds)
         if losses:

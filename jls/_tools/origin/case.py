@@ -83,11 +83,12 @@ def read_case(
 ) -> Case:
     """Traces a function, and reads its program."""
     fun, args, arguments, traced = trace_call(tool, fun, args, kwargs)
-    main, place = Frame(traced.program), {x: i for i, x in enumerate(traced.inputs)}
+    place = {x: i for i, x in enumerate(traced.inputs)}
     scales = {
         place[x.at]: x for x in scales_in(args, kwargs, arguments) if x.at in place
     }
     reading = Reading(traced, list(scales.values()))
+    main = reading.main
     results = _results(traced, main, reading)
     leaves = [arguments.leaves[i] for i in traced.inputs]
     items = _possible_parameters(arguments, scales)
@@ -133,23 +134,13 @@ def trace_call(
         )
         raise
     except Exception as error:
-        error.add_note(_called_with(tool, fun, args, kwargs, arguments))
+        given = [*zip(arguments.names, args, strict=False), *kwargs.items()]
+        call = ", ".join(f"{name}: {describe(value)}" for name, value in given)
+        note = f"{tool} called {getattr(fun, '__name__', 'the function')}({call})."
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in arguments.leaves):
+            note += " Pass arrays: it is run."
+        error.add_note(note)
         raise
-
-
-def _called_with(
-    tool: str,
-    fun: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    arguments: Arguments,
-) -> str:
-    """How a function that raises was called, and what in it is no array."""
-    given = [*zip(arguments.names, args, strict=False), *kwargs.items()]
-    call = ", ".join(f"{name}: {describe(value)}" for name, value in given)
-    text = f"{tool} called {getattr(fun, '__name__', 'the function')}({call})."
-    is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in arguments.leaves)
-    return f"{text} Pass arrays: it is run." if is_abstract else text
 
 
 def record(case: Case, **which: Any) -> RecordedProgram:
@@ -199,17 +190,19 @@ def _results(traced: Traced, main: Frame, reading: Reading) -> list[Root]:
             continue
         # Results computed from an update follow from what the wrapper was given.
         if is_inexact_atom(atom) and not value.through & THROUGH_UPDATE:
-            name = item.name if item in traced.objects else _result(item.path)
+            name = result_name(item, traced)
             role = BACKWARD if value.through & THROUGH_BACKWARD else FORWARD
             variable = main, atom
             found.setdefault(variable, Root(variable, role, name))
     return list(found.values())
 
 
-def _result(path: Sequence[str]) -> str:
-    """A result by its path, such as "result[1].mu"."""
-    keys = [f"[{key}]" if key.isdigit() else f".{key}" for key in path]
-    return f"result{''.join(keys)}" if keys else "the result"
+def result_name(item: Item, traced: Traced, whole: str = "the result") -> str:
+    """A result by its path, such as "result[1].mu"; a leaf of an object by its own."""
+    if item in traced.objects:
+        return item.name
+    keys = [f"[{key}]" if key.isdigit() else f".{key}" for key in item.path]
+    return f"result{''.join(keys)}" if keys else whole
 
 
 def _named(results: list[Root], parameters: list[Item]) -> list[Root]:

@@ -129,7 +129,11 @@ class Forward:
 
         @functools.cache
         def is_beyond(frame: Frame, atom: Any) -> bool:
-            return _is_beyond(trail, frame, atom)
+            """Whether a value of the data, not of a mask, is beyond float16's range."""
+            return any(
+                trail.size(value).finite >= _BEYOND and not _is_written(trail, value)
+                for value in trail.in_every_iteration(frame, atom)
+            )
 
         every = self.half_operations
         found = [x for x in every if any(is_beyond(x.frame, y) for y in x.half)]
@@ -176,14 +180,6 @@ def argument(keep: Keep) -> str:
     if not isinstance(keep, str):
         return f"keep=calibration.keep  # {keep!r}"
     return argument_of(keep, 80 - len("Write: ")) or "keep=calibration.keep"
-
-
-def _is_beyond(trail: Trail, frame: Frame, atom: Any) -> bool:
-    """Whether a value of the data, not of a mask, is beyond the range of float16."""
-    return any(
-        trail.size(value).finite >= _BEYOND and not _is_written(trail, value)
-        for value in trail.in_every_iteration(frame, atom)
-    )
 
 
 def _is_written(trail: Trail, value: RunValue) -> bool:

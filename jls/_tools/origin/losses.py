@@ -29,12 +29,7 @@ from jax import Array
 from jls._program.alone import BOTH, Pair
 from jls._program.control import Indices, Site
 from jls._program.frames import Frame, Variable, behind
-from jls._program.jaxprs import (
-    is_half_atom,
-    is_inexact_atom,
-    is_literal,
-    variables_in,
-)
+from jls._program.jaxprs import is_half_atom, is_inexact_atom, is_literal, variables_in
 from jls._program.places import Place, is_recomputed, is_transposed, place_of
 from jls._program.primitives import primitive_of
 from jls._program.recorder import Recorder
@@ -355,8 +350,9 @@ def _built_up(
             inside = {frame.indices_of(index) for frame, index in loop.operations()}
             if _of_all(exact(inside), [variable]) < error / 2:
                 place = place_of(loop.site)._replace(module="")
+                off = f"{error:.1f} times its size" if error >= 1 else f"{error:.0%}"
                 return (
-                    f"In half precision {name} is {_share(error)} off that of float32: "
+                    f"In half precision {name} is {off} off that of float32: "
                     f"the error builds up in the loop at {place_in_words(place)}"
                 )
     return ""
@@ -367,14 +363,13 @@ def _builds_up(
 ) -> bool:
     """Whether the error of what a loop carries grows with its iterations."""
     assert loop.parent is not None
-    consts, carried = loop.counts()
-    for i, atom in enumerate(loop.jaxpr.outvars[:carried]):
+    for i, atom in enumerate(loop.jaxpr.outvars[: loop.call.carried]):
         if (loop, atom) not in wanted:
             continue
         every = error_of(errors.of(loop, atom))
-        before = error_of(errors.of(loop.parent, loop.given(consts + i)))[..., None]
+        before = error_of(errors.of(loop.parent, loop.given(loop.call.consts + i)))
         if loop.kind != "while":  # its iterations are known
-            before = every[..., -1:] if loop.is_reversed else every[..., :1]
+            before = every[..., -1 if loop.is_reversed else 0]
         before = np.nanmax(np.fmax(before, _HALF_A_UNIT))
         last = np.nanmax(np.nan_to_num(every, nan=0.0))
         if last >= max(MIN_OFF, _MIN_FACTOR * before):
@@ -383,10 +378,6 @@ def _builds_up(
 
 
 _HALF_A_UNIT = 2.0**-12  # of float16
-
-
-def _share(error: float) -> str:
-    return f"{error:.1f} times its size" if error >= 1 else f"{error:.0%}"
 
 
 def _of_all(errors: RelativeErrors, variables: Iterable[Variable]) -> float:
@@ -419,7 +410,8 @@ def _growths(errors: RelativeErrors, main: Frame, unit: float) -> Iterator[_Grow
         least = max((_unit(x) for x in atoms if is_half_atom(x)), default=unit)
         sizes = [errors.of(frame, x) for x in equation.invars]
         if (start := _accumulated(frame, index)) is not None:
-            sizes[start] = _before_first(errors, frame, equation.invars[start])
+            begins, _ = frame.sources(_behind_casts(frame, equation.invars[start]))
+            sizes[start] = errors.of(*begins)[..., None]
         before = np.fmax.reduce(np.broadcast_arrays(least, *map(error_of, sizes)))
         for found in recorded:
             errors_here = error_of(found)
@@ -442,9 +434,9 @@ def _accumulated(frame: Frame, index: int) -> int | None:
     equation = frame.jaxpr.eqns[index]
     if not frame.is_loop or primitive_of(equation).degree != "sum":
         return None
-    consts, carried = frame.counts()
-    carry = frame.jaxpr.invars[consts : consts + carried]
-    for given, made in zip(carry, frame.jaxpr.outvars[:carried], strict=True):
+    carry = frame.jaxpr.invars[frame.call.consts :]
+    carried = frame.jaxpr.outvars[: frame.call.carried]
+    for given, made in zip(carry, carried, strict=False):
         if is_literal(made) or _behind_casts(frame, made) is not equation.outvars[0]:
             continue
         for operand, atom in enumerate(equation.invars):
@@ -469,9 +461,3 @@ def _behind_casts(frame: Frame, atom: Any) -> Any:
             return atom
         atom = equation.invars[0]
     return atom
-
-
-def _before_first(errors: RelativeErrors, frame: Frame, atom: Any) -> Sizes:
-    """The sizes of what a loop starts with."""
-    outside, _ = frame.sources(_behind_casts(frame, atom))
-    return errors.of(*outside)[..., None]

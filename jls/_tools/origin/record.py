@@ -10,14 +10,7 @@ The records, two numbers for each array:
     a scan            the ends of each slice that an iteration gets
 """
 
-from collections.abc import (
-    Callable,
-    Container,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp

@@ -25,17 +25,8 @@ from jls._program.control import Indices
 from jls._program.frames import Frame, Variable, behind
 from jls._program.jaxprs import is_literal, is_narrow_atom
 from jls._program.primitives import Primitive, primitive_of
-from jls._tools.origin.record import (
-    recordable,
-    to_nearest_records,
-)
-from jls._tools.origin.trail import (
-    OpResult,
-    RunValue,
-    Shortcuts,
-    Trail,
-    identity_of,
-)
+from jls._tools.origin.record import recordable, to_nearest_records
+from jls._tools.origin.trail import OpResult, RunValue, Shortcuts, Trail, identity_of
 
 # This many records do not take long to compile. A program with no more operations is
 # recorded at once. Passed regions need no records: they get them only while there are
@@ -243,9 +234,6 @@ def _keeps_nan(equation: Any) -> bool:
         is_whole = equation.primitive.name in ("concatenate", "pad", "stack", "tile")
         return row.moves != "some" or is_whole
     is_function = row.like in ("exp", "log", "log1p", "root")
-    return row.infs != "" or row.keeps_inf or is_function or _is_smooth(row.degree)
-
-
-def _is_smooth(degree: str | float) -> bool:
     arithmetic = ("linear", "sum", "product", "quotient", "bounded")
-    return degree in arithmetic or not isinstance(degree, str)
+    is_smooth = row.degree in arithmetic or not isinstance(row.degree, str)
+    return row.infs != "" or row.keeps_inf or is_function or is_smooth

@@ -58,7 +58,7 @@ def _held_by(part: Any) -> Iterator[Any]:
         return
     yield from (*_cells(part), *(part.__defaults__ or ()))
     yield from (part.__kwdefaults__ or {}).values()
-    if _is_of_user(part):
+    if (part.__module__ or "").partition(".")[0] not in _LIBRARY_PACKAGES:
         names = _globals_of(part.__code__)
         yield from (part.__globals__[x] for x in names if x in part.__globals__)
 
@@ -68,10 +68,6 @@ def _cells(function: Any) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # not set yet
             yield cell.cell_contents
-
-
-def _is_of_user(function: Any) -> bool:
-    return (function.__module__ or "").partition(".")[0] not in _LIBRARY_PACKAGES
 
 
 def _globals_of(code: Any) -> set[str]:

@@ -81,7 +81,12 @@ class Twin:
             arithmetic=WIDE,
             record=self._record,
         )
-        self._merged = {x.site.indices for x in main.all() if _is_merged(x)}
+        # Of which several iterations or devices have one record.
+        self._merged = {
+            frame.site.indices
+            for frame in main.all()
+            if any(x.kind in ("while", "devices") for x in frame.around())
+        }
         self._counted: dict[tuple[int, ...], set[int]] = {}
         for frame, atom in following:
             index, result = frame.makers[atom]
@@ -158,11 +163,6 @@ class Twin:
         is_whole = samples and not ends.shape[-2]
         found = samples[result] if is_whole else ends[..., result, :]
         return float(np.abs(found).max(initial=0.0))
-
-
-def _is_merged(frame: Frame) -> bool:
-    """Whether records of several iterations or devices become one."""
-    return any(x.kind in ("while", "devices") for x in frame.around())
 
 
 _NUM_COUNTS = _BINS + 3

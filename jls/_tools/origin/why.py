@@ -156,7 +156,8 @@ def _came_in(case: Case) -> Why | None:
     indices = [
         i
         for i, leaf in enumerate(case.leaves)
-        if i not in case.scales and _holds_nan(leaf)
+        if i not in case.scales and is_inexact_atom(leaf)
+        if np.isnan(np.asarray(leaf)).any()
     ]
     if not 0 < len(indices) <= _MOST_RUNS or _may_decide(case, indices):
         return None
@@ -207,14 +208,16 @@ def _may_decide(case: Case, indices: Iterable[int]) -> bool:
 
 def _is_bad_as_it_is(case: Case) -> bool:
     """Whether the function itself, on copies, gives a result that is not finite."""
-    call = case.arguments.rebuild([_copy_leaf(x) for x in case.arguments.leaves])
+    arrays = jax.Array | np.ndarray
+    leaves = (x.copy() if isinstance(x, arrays) else x for x in case.arguments.leaves)
+    call = case.arguments.rebuild(list(leaves))
     items = items_of(case.fun(*call.args, **call.kwargs))
     found = {without_value(x.path): x.value for x in [*items, *call.read()]}
     applied = {path: x for path, x in found.items() if path[-1:] == ("applied",)}
     if applied:
         return any(
             not np.all(x)
-            and np.any(found.get((*path[:-1], "last_skip_reason")) != _SPIKE)
+            and np.any(found.get((*path[:-1], "last_skip_reason")) != SkipReason.SPIKE)
             for path, x in applied.items()
         )
     floats = [x.value for x in items if is_array(x.value) and is_inexact_atom(x.value)]
@@ -440,7 +443,6 @@ def _birth_of_argument(case: Case, kind: Literal["inf", "nan"], index: int) -> B
     return Birth(kind, place, (), dtype, advice=CAME_IN)
 
 
-_SPIKE = SkipReason.SPIKE
 _ONE_BY_ONE = (
     "Compiled as one program, everything was finite: this was found by running one "
     "operation at a time"
@@ -472,17 +474,9 @@ def _magnitude(size: Size, kind: str) -> float:
     return size.finite if kind == "inf" else size.magnitude
 
 
-def _holds_nan(leaf: Any) -> bool:
-    return is_inexact_atom(leaf) and bool(np.isnan(np.asarray(leaf)).any())
-
-
 def _without_nan(leaf: Any) -> Any:
     """An array with 0 in the place of NaN, in the place of `leaf`."""
     array = np.asarray(leaf)
     array = np.where(np.isnan(array), np.zeros((), array.dtype), array)
     is_placed = getattr(leaf, "committed", False)
     return jax.device_put(array, leaf.sharding) if is_placed else array
-
-
-def _copy_leaf(leaf: Any) -> Any:
-    return leaf.copy() if isinstance(leaf, jax.Array | np.ndarray) else leaf

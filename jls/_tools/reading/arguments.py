@@ -14,13 +14,7 @@ import jax
 from jax.core import Tracer
 
 from jls import _validate
-from jls._nnx import (
-    is_module_or_optimizer,
-    is_object,
-    is_optimizer,
-    is_variable,
-    nnx,
-)
+from jls._nnx import is_module_or_optimizer, is_object, is_optimizer, is_variable, nnx
 from jls._text import join
 from jls._tree import is_concrete
 from jls._types import BadBatch, StepReport

@@ -15,21 +15,8 @@ import numpy as np
 
 from jls._program.control import Site
 from jls._program.degrees import common_degree, degree_of, degree_of_integers
-from jls._program.facts import (
-    ANY,
-    ZERO,
-    Number,
-    Operation,
-    Same,
-    Value,
-    operations,
-)
-from jls._program.history import (
-    is_scaled,
-    narrowed_by,
-    never_scaled_by,
-    with_history,
-)
+from jls._program.facts import ANY, ZERO, Number, Operation, Same, Value, operations
+from jls._program.history import is_scaled, narrowed_by, never_scaled_by, with_history
 from jls._program.jaxprs import is_inexact_atom, is_narrow_atom, is_narrower
 from jls._program.known import held_inputs, known_result, number_in, weights_of
 from jls._program.places import is_transposed

@@ -3,13 +3,14 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from jls import _scopes
 from jls._program.facts import Value
 from jls._program.frames import Frame
-from jls._program.jaxprs import is_inexact_atom
+from jls._program.jaxprs import is_half_atom
 from jls._program.places import Place, is_gradient_in_loss, place_of, short_path
 from jls._program.primitives import UNKNOWN, primitive_of
 from jls._program.products import (
@@ -18,16 +19,6 @@ from jls._program.products import (
     is_inner,
     is_outer,
     products_in,
-)
-from jls._scopes import (
-    GRADIENTS,
-    KEPT,
-    NOT_IN_FLOAT8,
-    OUTER_PRODUCT,
-    TOO_SMALL,
-    UNEVEN,
-    UPDATE,
-    marks_of,
 )
 from jls._text import listed, wrapped
 from jls._tools.reading.flow import THROUGH_BACKWARD
@@ -45,9 +36,9 @@ _STAY = "to stay in float32, jls.skip_nonfinite"
 _HALF = "jls.train_step(..., compute_dtype=jnp.float16), or jls.autocast"
 _HALVES = ("float16", "bfloat16")
 _NOT_FLOAT8 = {
-    TOO_SMALL: "too small for float8",
-    UNEVEN: "no multiple of 16, for float8",
-    NOT_IN_FLOAT8: "no float8 form",
+    _scopes.TOO_SMALL: "too small for float8",
+    _scopes.UNEVEN: "no multiple of 16, for float8",
+    _scopes.NOT_IN_FLOAT8: "no float8 form",
 }
 
 
@@ -163,22 +154,22 @@ def why_wide(product: Product) -> str:
     """Why a product is wider than 16 bits, or than float8; "" if it is not."""
     dtype, equation = product.dtype, product.equation
     if dtype.itemsize <= 2:
-        marks = marks_of(product.site) if dtype.itemsize == 2 else ()
+        marks = _scopes.marks_of(product.site) if dtype.itemsize == 2 else ()
         return next((_NOT_FLOAT8[x] for x in _NOT_FLOAT8 if x in marks), "")
     if jnp.issubdtype(dtype, jnp.integer):
         return "integer"
     if dtype in (jnp.float64, jnp.complex128):
         return "float64"
-    marks = marks_of(product.site)
-    if UPDATE in marks:
+    marks = _scopes.marks_of(product.site)
+    if _scopes.UPDATE in marks:
         return "optimizer"
     if asks_for_precision(equation):
         return "precision="
-    if KEPT in marks:
+    if _scopes.KEPT in marks:
         return _KEEP
     if is_inner(equation):
         return "inner product"
-    if OUTER_PRODUCT in marks or is_outer(equation):
+    if _scopes.OUTER_PRODUCT in marks or is_outer(equation):
         return "outer product"
     is_in_while = any(x.primitive.name == _WHILE for x in product.site.equations)
     return _WHILE if is_in_while else BY_MODEL
@@ -195,7 +186,7 @@ class PrecisionReport(NamedTuple):
     write: str = ""  # what makes it half; "" if nothing has to
 
 
-def look_at(reading: Reading, main: Frame, live: Sequence[Scale]) -> PrecisionReport:
+def look_at(reading: Reading, live: Sequence[Scale]) -> PrecisionReport:
     """The precision of a step, and what its loss scales miss.
 
     In the headline only what leads to a gradient that a wrapper is given counts, so
@@ -203,15 +194,14 @@ def look_at(reading: Reading, main: Frame, live: Sequence[Scale]) -> PrecisionRe
 
     Args:
       reading: the facts about the step.
-      main: the frame of its program.
       live: the loss scales that are not static and 1.
     """
-    products = products_in(main)
+    products = products_in(reading.main)
     precision = precision_of(products)
-    model = [x for x in products if UPDATE not in marks_of(x.site)]
+    model = [x for x in products if _scopes.UPDATE not in _scopes.marks_of(x.site)]
     found, write = dict[str, list[str]](), ""
     for scale in live:
-        half, to_write = _not_half(reading, main, model, scale, precision)
+        half, to_write = _not_half(reading, model, scale, precision)
         calls = reading.calls.get(reading.scales.index(scale), [])
         for words in (_not_scaled(calls), half):
             if words:
@@ -224,7 +214,7 @@ def look_at(reading: Reading, main: Frame, live: Sequence[Scale]) -> PrecisionRe
 
 def _not_scaled(calls: Sequence[UpdateCall]) -> str:
     """Where a float16 product of the backward pass has no loss scale."""
-    gradients = [x for call in calls for x in call.values(GRADIENTS)]
+    gradients = [x for call in calls for x in call.values(_scopes.GRADIENTS)]
     site = next((x.never_scaled for x in gradients if x.never_scaled), None)
     if site is None:
         return ""
@@ -235,24 +225,19 @@ def _not_scaled(calls: Sequence[UpdateCall]) -> str:
 
 
 def _not_half(
-    reading: Reading,
-    main: Frame,
-    products: Sequence[Product],
-    scale: Scale,
-    precision: Precision,
+    reading: Reading, products: Sequence[Product], scale: Scale, precision: Precision
 ) -> tuple[str, str]:
     """What to say of the half precision that a loss scale is for, and what to write.
 
     Args:
       reading: the facts about the step.
-      main: the frame of its program.
       products: those of the model.
       scale: the loss scale.
       precision: that of the step.
     """
     nothing = "", ""
     is_used = not scale.counters or reading.calls.get(reading.scales.index(scale))
-    if scale.is_static or not is_used or _has_foreign_half(main):
+    if scale.is_static or not is_used or _has_foreign_half(reading.main):
         return nothing
     bit = reading.bit(scale.at)
     others = sum(reading.bit(x.at) for x in reading.scales) & ~bit
@@ -294,9 +279,8 @@ def _not_half(
 def _has_foreign_half(main: Frame) -> bool:
     """Whether an operation that nothing is known of gets numbers in half."""
     return any(
-        primitive_of(equation) is UNKNOWN and any(map(_is_half, equation.invars))
-        for frame in main.all()
-        for equation in frame.jaxpr.eqns
+        primitive_of(equation) is UNKNOWN and any(map(is_half_atom, equation.invars))
+        for _, _, equation in main.equations()
     )
 
 
@@ -305,7 +289,3 @@ def _is_mostly_wide(products: Sequence[Product]) -> bool:
     whole = sum(x.multiplications for x in products)
     by_model = (x.multiplications for x in products if why_wide(x) == BY_MODEL)
     return bool(whole) and sum(by_model) >= whole / 2
-
-
-def _is_half(atom: Any) -> bool:
-    return is_inexact_atom(atom) and atom.aval.dtype.itemsize <= 2

@@ -15,13 +15,14 @@ from jax.core import Tracer
 
 from jls._notes import noted
 from jls._program.facts import Same, Value
+from jls._program.frames import Frame
 from jls._program.jaxprs import opened
 from jls._program.walk import walk
 from jls._tools.reading.arguments import Arguments, Item
 from jls._tools.reading.flow import Flow
 from jls._tools.reading.scales import Scale
 from jls._tools.reading.trace import READS, Traced, trace
-from jls._tools.reading.updates import UpdateCall
+from jls._tools.reading.updates import SeenValue, UpdateCall
 
 
 class Unread(NamedTuple):
@@ -103,6 +104,11 @@ class Reading:
         return flow, walk(self.traced.program, flow.inputs, flow)
 
     @functools.cached_property
+    def main(self) -> Frame:
+        """The frame of the program."""
+        return Frame(self.traced.program)
+
+    @functools.cached_property
     def _by_path(self) -> list[dict[tuple[str, ...], Result]]:
         _, skipped = self._read(is_skipped=True)
         pairs = iter(map(Result, self.results, skipped))
@@ -153,6 +159,12 @@ class Reading:
     def reaches_gradients(self) -> int:
         """The bits of the inputs that gradients depend on."""
         return self.flow.updates.reaches_gradients
+
+    def given(self, scale: int, *roles: str) -> list[SeenValue]:
+        """What a wrapper looks at in these roles."""
+        calls = self.calls.get(scale, [])
+        looks = [call.given.get(role, {}) for call in calls for role in roles]
+        return [x for seen in looks for x in seen.values()]
 
     def leaf_of(self, value: Value) -> int | None:
         """The leaf of the arguments that a value is, unchanged."""

@@ -23,13 +23,7 @@ from jls._step import FoundWrapper, find_wrappers, sums_squares, wrapper_of
 from jls._text import an, at, listed, naming_arguments, no_field, wrapped
 from jls._tools.run.poison import find_poison, suspects_in
 from jls._tools.run.small import measure_small
-from jls._tools.run.verdict import (
-    VERDICTS,
-    Facts,
-    Verdict,
-    ask_for_half,
-    diagnose,
-)
+from jls._tools.run.verdict import VERDICTS, Facts, Verdict, ask_for_half, diagnose
 from jls._train_state import FP8, carried_by, optimizer_in, without_fp8
 from jls._tree import check_holds, is_array, is_inexact, named_floats
 from jls._types import (
@@ -374,7 +368,14 @@ def _name_leaves(
     names = found.names if found else named_floats(params)[0]
     if names and len(flags) < len(names):  # it is around a part of them
         return None, None if found else (sum(flags), len(flags))
-    return _select_names(names, flags), None
+    if len(flags) != max(len(names), 1):  # without a leaf there is one all the same
+        raise ValueError(
+            "params must be the parameters that the optimizer was initialized with: "
+            f"got {len(names)} floating-point leaves, the state knows {len(flags)}. "
+            "Pass all of them. If the model has changed since, its optimizer needs a "
+            "new optimizer.init(params)."
+        )
+    return [name for name, is_bad in zip(names, flags, strict=False) if is_bad], None
 
 
 def _check_shapes(params: Any, inner_state: Any) -> None:
@@ -551,15 +552,3 @@ def _check_verdicts(name: str, verdicts: Iterable[Verdict]) -> tuple[Verdict, ..
     if not all(isinstance(x, str) and x in VERDICTS for x in names):
         raise ValueError(rule)
     return names
-
-
-def _select_names(names: list[str], flags: list[bool]) -> list[str]:
-    """The names of the parameters whose flag is set."""
-    if len(flags) != max(len(names), 1):  # without a leaf there is one all the same
-        raise ValueError(
-            "params must be the parameters that the optimizer was initialized with: "
-            f"got {len(names)} floating-point leaves, the state knows {len(flags)}. "
-            "Pass all of them. If the model has changed since, its optimizer needs a "
-            "new optimizer.init(params)."
-        )
-    return [name for name, is_bad in zip(names, flags, strict=False) if is_bad]

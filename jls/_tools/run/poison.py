@@ -126,7 +126,9 @@ def find_poison(
         is_whole = leaf.lows == leaf.size and not may_wait
         if leaf.others or is_whole or not (steps_go_on and has_good_moments):
             return False
-        return tree != "opt_state" or any(_ends_with(leaf.name, x) for x in masks)
+        return tree != "opt_state" or any(
+            x in ("", leaf.name) or leaf.name.endswith(f"/{x}") for x in masks
+        )
 
     poisoned: dict[str, list[BadLeaf]] = {}
     for tree, leaves in bad.items():
@@ -137,7 +139,3 @@ def find_poison(
     found = list(itertools.chain(*poisoned.values()))
     has_others = any(leaf.others for leaf in found)
     return names, masks, bool(found) and not steps_go_on and not has_others
-
-
-def _ends_with(name: str, param: str) -> bool:
-    return param in ("", name) or name.endswith(f"/{param}")

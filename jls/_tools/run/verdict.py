@@ -328,15 +328,10 @@ def _calibrating(facts: Facts) -> str:
     skipped = f"all {facts.steps} steps so far were skipped"
     if facts.steps == 1:
         skipped = "the first step was skipped"
+    it = f" while the loss scale comes down, to {facts.scale} now. That"
     if facts.min_scale is None:
-        return (
-            f"{skipped}; the loss scale is {facts.scale}. If it is still coming down, "
-            f"that is normal for the first ten or so{_where_to_start(facts)}"
-        )
-    return (
-        f"{skipped} while the loss scale comes down, to {facts.scale} now. That is "
-        f"normal for the first ten or so{_where_to_start(facts)}"
-    )
+        it = f"; the loss scale is {facts.scale}. If it is still coming down, that"
+    return f"{skipped}{it} is normal for the first ten or so{_where_to_start(facts)}"
 
 
 def _where_to_start(facts: Facts) -> str:

@@ -127,12 +127,7 @@ def _read_leaks(subject: Subject) -> Found:
             yield untried("8-bit layers keep magnitudes of scaled gradients, rightly")
             continue
         scale, own = subject.scales[k], [x for j, x in subject.calls if j == k]
-        given = [
-            x
-            for call in own
-            for role in (GRADIENTS, LOSS)
-            for x in call.given.get(role, {}).values()
-        ]
+        given = reading.given(k, GRADIENTS, LOSS)
         gradients = [x for call in own for x in call.values(GRADIENTS)]
         if not scale.counters:
             bit = reading.bit(scale.at)

@@ -46,8 +46,7 @@ def _read_forgotten(subject: Subject, reading: Reading, k: int) -> Found:
     states = {carried.sources.get(i, items[i].path) for i in inside}
     results = (reading.outputs | reading.objects).items()
     returned = [x.now for path, x in results if path not in states]
-    calls, bits = reading.calls.get(k, []), reading.bits_of_calls(k)
-    trained = [x for call in calls for x in call.given.get(GRADIENTS, {}).values()]
+    trained, bits = reading.given(k, GRADIENTS), reading.bits_of_calls(k)
     needs = functools.reduce(operator.or_, (x.value.depends for x in trained), 0)
     leaves = [reading.leaf_of(x) for x in returned]
     stays = {i for i in leaves if i is not None} - inside
@@ -63,7 +62,7 @@ def _read_forgotten(subject: Subject, reading: Reading, k: int) -> Found:
         yield _no_step(
             "the updates reach nothing that comes back, and the parameters come back "
             "as they were",
-            place_of_update(calls[0].site),
+            place_of_update(reading.calls[k][0].site),
         )
 
 
@@ -129,9 +128,7 @@ def is_idle(subject: Subject) -> bool:
 
 
 def _idle_gradients(reading: Reading, k: int) -> list[bool]:
-    calls = reading.calls.get(k, [])
-    given = [x for call in calls for x in call.given.get(GRADIENTS, {}).values()]
-    return [x.value.degree == ANY for x in given]
+    return [x.value.degree == ANY for x in reading.given(k, GRADIENTS)]
 
 
 def _note_idle(subject: Subject, reading: Reading) -> Found:

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jls._applied import OF_UPDATES, Way, ways_of
-from jls._program.frames import Frame
 from jls._program.places import place_of
 from jls._program.products import products_in
 from jls._tools.check.faults import Trying
@@ -99,16 +98,13 @@ def _is_rounded(run: Run, leaf: int, dtype: Any) -> bool:
 
 def _note_wide_products(reading: Reading) -> Found:
     """Notes that none is half, though the parameters are stored in bfloat16."""
-    dtypes = {x.dtype for x in products_in(Frame(reading.traced.program))}
-    if dtypes and all(jnp.finfo(x).bits >= 32 for x in dtypes if _is_float(x)):
+    dtypes = {x.dtype for x in products_in(reading.main)}
+    floats = [x for x in dtypes if jnp.issubdtype(x, jnp.floating)]
+    if dtypes and all(jnp.finfo(x).bits >= 32 for x in floats):
         yield Note(
             "The parameters are bfloat16, and all products are float32. If they are to "
             "be half too: compute_dtype=jnp.bfloat16."
         )
-
-
-def _is_float(dtype: Any) -> bool:
-    return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
 def _note_narrow_sums(subject: Subject) -> Found:
@@ -127,7 +123,7 @@ def _note_narrow_sums(subject: Subject) -> Found:
         is_one = getattr(aval, "dtype", None) == jnp.bfloat16
         return is_one and aval.shape in shapes
 
-    for frame, index, equation in Frame(subject.reading.traced.program).equations():
+    for frame, index, equation in subject.reading.main.equations():
         name = equation.primitive.name
         carried = frame.jaxpr.invars if frame.kind == "scan" else ()
         is_sum = name == "scatter-add" or (
