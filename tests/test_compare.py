@@ -82,10 +82,6 @@ UNPAIRED = {
         lambda x: dict.fromkeys("abde", x),
         "result.b[5, 6] and 2 more of a; result.c[5, 6] of b",
     ),
-    "another shape": (
-        lambda x: {"a": x, "c": x.T},
-        "result.c[6, 5] of a; result.c[5, 6] of b",
-    ),
 }
 
 
@@ -362,6 +358,19 @@ def test_a_number_that_each_trace_draws_is_named(shape):
     assert found.birth.a.operation == ("argument" if shape else "mul")
     assert ("Each trace of the function makes it anew" in str(found)) == bool(shape)
     assert str(jls.compare(fixed, fixed, ROWS)).endswith("to the last bit.")
+
+
+def test_results_of_another_shape_differ():
+    def column(x):
+        return {"a": x, "c": 3 * x.T}
+
+    found = jls.compare(column, lambda x: {"a": x, "c": 3 * x}, ROWS)
+    assert str(found).splitlines() == [
+        "jls.compare: the results differ, and no operation that both have parts them.",
+        "  Those of one shape are equal, to the last bit.",
+        "  Not compared: result.c[6, 5] of a; result.c[5, 6] of b.",
+    ]
+    assert not found
 
 
 def sum_of_products(x, w):

@@ -63,11 +63,12 @@ def compare(
 
     Returns:
       A `jls.types.Difference`. `birth` is None, or has the `jls.types.Place` of the
-      operation in each program and the error of its result, with the first iteration of
-      a loop in which they part; `only_a` and `only_b` have what only one of them
-      computes on the way there, what comes right before it first. `results` has the
-      error of each result by its path, and `equal` says whether all are within
-      rounding. `str()` is for people.
+      operation in each program, the error of its result, the operands that only one of
+      them gives it, and the first iteration of a loop in which they part. `only_a` and
+      `only_b` have what only one of them computes on the way there, what comes right
+      before it first. `results` has the error of each result by its path, and `equal`
+      says whether all that both have are of one shape, and within rounding. `str()` is
+      for people.
 
     Raises:
       TypeError: if `a` or `b` is neither a function nor a fingerprint, or if there are
@@ -131,7 +132,8 @@ def _difference(a: Fingerprint, b: Fingerprint, is_same: bool = False) -> Differ
     dtypes = {x.made_by["dtype"] for x in (a, b)}
     if in_float32 and len(dtypes) == 1 and all(dtypes) and not found.differs:
         found = find(a, b)
-    is_equal, birth = not found.differs, found.birth
+    is_equal = not (found.differs or _have_other_shapes(a, b))
+    birth = found.birth
     if is_equal and is_half and max(results.values()) > FACTOR * UNIT:
         notes += _rounding(a, b, results)
     if is_same and birth and a.values[birth.a].place.operation == ARGUMENT:
@@ -211,6 +213,13 @@ def _not_compared(a: Fingerprint, b: Fingerprint) -> list[str]:
         if x
     ]
     return [f"Not compared: {'; '.join(sides)}"] if sides else []
+
+
+def _have_other_shapes(a: Fingerprint, b: Fingerprint) -> bool:
+    """Whether a result of one name has another shape."""
+    shapes = {x.place.module: x.shape for x in _of_kind(b, RESULT)}
+    every = _of_kind(a, RESULT)
+    return any(shapes.get(x.place.module, x.shape) != x.shape for x in every)
 
 
 def _of_kind(made: Fingerprint, kind: str) -> list[Value]:

@@ -53,7 +53,7 @@ class Difference(NamedTuple):
     only_a: tuple[Place, ...] = ()
     only_b: tuple[Place, ...] = ()
     results: Mapping[str, float] = MappingProxyType({})  # the relative errors, by path
-    equal: bool = True  # whether every result is within rounding
+    equal: bool = True  # whether every result is of one shape, and within rounding
     notes: tuple[str, ...] = ()
     # Of each operation of a that has a like in b, in the order of the program.
     errors: tuple[tuple[Place, float], ...] = ()
@@ -123,6 +123,8 @@ class Difference(NamedTuple):
 
     def _results_in_words(self) -> str:
         found = {name: x for name, x in self.results.items() if x}
+        if not found:
+            return "Those of one shape are equal, to the last bit."
         worst = max(found, key=lambda name: found[name])
         most = f"{worst} by {percent(found[worst])}"
         if len(self.results) == 1:
