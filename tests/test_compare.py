@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib
 import numpy as np
+import optax
 import pytest
 from jax import lax
 
@@ -316,6 +317,24 @@ def test_a_cast_by_hand_is_a_note():
     assert "Rounds to bfloat16 here: tests/test_compare.py" in " ".join(
         str(found).split()
     )
+
+
+def test_the_line_at_which_most_rounding_comes_in_is_one_of_the_user():
+    """Not the line of what unscales the gradients, which is of none."""
+
+    def loss_fn(params, x):
+        return jnp.mean(jnp.square(jnp.tanh(x @ params["w"]) @ params["v"]))
+
+    optimizer = jls.loss_scaled(optax.sgd(0.1), jls.static(1024.0))
+    w, v, x = map(jax.random.key, range(3))
+    params = {"w": jax.random.normal(w, (8, 8)), "v": jax.random.normal(v, (8, 4))}
+    args = params, optimizer.init(params), jax.random.normal(x, (16, 8))
+    steps = (
+        jls.train_step(loss_fn, optimizer, compute_dtype=dtype)
+        for dtype in (None, jnp.float16)
+    )
+    text = " ".join(str(jls.compare(*steps, *args)).split())
+    assert "Most of it comes in at mul, tests/test_compare.py" in text
 
 
 # Two runs of one program.

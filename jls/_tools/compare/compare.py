@@ -263,7 +263,8 @@ def _rounding(a: Fingerprint, b: Fingerprint, results: dict[str, float]) -> list
     made = a if IN_FLOAT32 in a.runs else b
     pairs = zip(made.runs[WRITTEN], made.runs[IN_FLOAT32], strict=True)
     errors = [float(apart(x, y).max(initial=0.0)) for x, y in pairs]
-    floats = [i for i, x in enumerate(made.values) if x.unit and x.is_operation]
+    every = enumerate(made.values)
+    floats = [i for i, x in every if x.unit and x.is_operation and x.place.line]
 
     def added(i: int) -> float:
         feeds = made.values[i].feeds
