@@ -298,7 +298,8 @@ def primitive_of(equation: Any) -> Primitive:
     name = equation.primitive.name
     if is_checkpoint_name(equation):
         name = "name"
-    update = parameter(equation, "update_jaxpr")
-    if name == "scatter" and update is not None and update.eqns:
-        return UNKNOWN  # more than it is given is written: `x.at[i].apply(fun)`
+    if name == "scatter":
+        update = parameter(equation, "update_jaxpr")
+        if update is not None and update.eqns:
+            return UNKNOWN  # it writes more than it is given: `x.at[i].apply(fun)`
     return TABLE.get(name, UNKNOWN)
