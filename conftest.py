@@ -28,7 +28,7 @@ ONE_THREAD = "--xla_cpu_parallel_codegen_split_count=1"
 # Most of the time goes into compilation, and these take more than half of it away.
 # `--optimize` compiles as users do: so .ci/run does for what compares bits, and for the
 # promises on the versions of JAX. What is measured or printed is always compiled so.
-QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+QUICK = "--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false"
 
 # Tracing makes garbage fast, and each collection looks at all that JAX has cached.
 gc.set_threshold(50_000, 20, 20)
@@ -53,27 +53,25 @@ def _set_xla_flags(config):
     shown = [tests / name for name in ("costs", "pages", "examples", "notebooks")]
     is_shown = any(path.is_relative_to(folder) for path in paths for folder in shown)
     as_users_do = config.getoption("optimize") or is_shown
-    flags = [ONE_THREAD] if as_users_do else [ONE_THREAD, QUICK]
+    flags = [ONE_THREAD] if as_users_do else [ONE_THREAD, *QUICK]
     missing = [flag for flag in flags if flag not in os.environ.get("XLA_FLAGS", "")]
-    if not missing:
-        return
-    if QUICK in missing and not _knows_quick(config):
-        missing.remove(QUICK)
-    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *missing])
+    known = [x for x in missing if x == ONE_THREAD or _is_known(x, config)]
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *known])
 
 
-def _knows_quick(config):
+def _is_known(flag, config):
     """A flag that a version of XLA does not know ends the process: asked once."""
-    cache, key = getattr(config, "cache", None), f"jls/quick-{jaxlib.__version__}"
-    knows = cache and cache.get(key, None)
-    if knows is None:
+    cache = getattr(config, "cache", None)
+    key = f"jls/{QUICK.index(flag)}-{jaxlib.__version__}"
+    is_known = cache and cache.get(key, None)
+    if is_known is None:
         probe = [sys.executable, "-c", "import jax; jax.devices('cpu')"]
-        env = os.environ | {"XLA_FLAGS": QUICK}
+        env = os.environ | {"XLA_FLAGS": flag}
         done = subprocess.run(probe, capture_output=True, env=env)
-        knows = done.returncode == 0
+        is_known = done.returncode == 0
         if cache:
-            cache.set(key, knows)
-    return knows
+            cache.set(key, is_known)
+    return is_known
 
 
 def _share_contexts():
