@@ -226,6 +226,7 @@ def read_step(
     """
     _validate.function("step", step)
     given = len(args)
+    _check_type(carried)
     step, args, arguments = open_call("jls.check_step", "step", step, args, kwargs)
     named = _named(carried, arguments, len(args) - given)
     scales = _require_scales(args, kwargs, arguments)
@@ -425,26 +426,32 @@ def _require_scales(
     return scales
 
 
+def _check_type(carried: Any) -> None:
+    is_text_or_array = isinstance(carried, str | jax.Array | np.ndarray)
+    if is_text_or_array or not isinstance(carried, Iterable | None):
+        raise TypeError(_rule(carried))
+
+
+def _rule(carried: Any) -> str:
+    return (
+        "carried must be positions and names of arguments, or a dict of them with "
+        f"the fields that count, got {carried!r}."
+    )
+
+
 def _named(
     carried: CarriedNames, arguments: Arguments, bound: int
 ) -> dict[str, tuple[str, ...] | None] | None:
     """The names of the carried arguments, with the fields that count."""
     if carried is None:
         return None
-    rule = (
-        "carried must be positions and names of arguments, or a dict of them with "
-        f"the fields that count, got {carried!r}."
-    )
-    is_text_or_array = isinstance(carried, str | jax.Array | np.ndarray)
-    if is_text_or_array or not isinstance(carried, Iterable):
-        raise TypeError(rule)
     named: dict[str, tuple[str, ...] | None] = {}
     positions = arguments.names[bound:]
     arrays = dict.fromkeys(x.path[0] for x in arguments.items if is_array(x.value))
     there = f"The arguments with arrays are {', '.join(arrays)}."
     for key in carried:
         if isinstance(key, bool) or not isinstance(key, int | str):
-            raise TypeError(rule)
+            raise TypeError(_rule(carried))
         if isinstance(key, int) and not 0 <= key < len(positions):
             raise ValueError(
                 f"carried must be positions below {len(positions)}, got {key}."
