@@ -70,7 +70,9 @@ def unguarded_in(
     has_all = names.issuperset(named_floats(params)[0])
     given = made.floats
     of_grads = given[: len(given) - len(outside)] + [False] * len(outside)
-    by_gradients, keep_them = made.facts(_Data(), of_grads)
+    by_gradients, keep_them = {}, {}
+    if outside or not has_all:
+        by_gradients, keep_them = made.facts(_Data(), of_grads)
     are_zero, _ = made.facts(_Zero(), [False] * len(given))
     not_zero = jax.tree.map(operator.not_, are_zero)
     return Unguarded(
@@ -105,7 +107,8 @@ def _kept(
       outside: the arrays that it is given in the state, outside of the wrappers.
       keep_them: whether gradients are data of each of them in the new state.
     """
-    if keep_them.keys() != outside.keys():  # it is raised where the step is taken
+    is_like = keep_them.keys() == outside.keys()  # or it is raised in the step
+    if not (is_like and any(keep_them.values())):
         return []
     grads = [False] * (len(made.floats) - len(outside))
     _, keep_it = made.facts(_Data(), grads + jax.tree.leaves(keep_them))

@@ -9,7 +9,7 @@ import jax
 
 from jls import _validate
 from jls._program.places import Place
-from jls._text import and_more, describe, listed, quantity
+from jls._text import describe, listed, quantity
 from jls._tools.compare.difference import Difference, Parting, percent
 from jls._tools.compare.fingerprint import (
     ARGUMENT,
@@ -123,16 +123,17 @@ def compare(
 
 
 def _difference(a: Fingerprint, b: Fingerprint, is_same: bool = False) -> Difference:
-    results = _results(a, b)
+    pair = named(a.values, b.values, RESULT)
+    results = _results(a, b, pair)
     notes = [f"{x.note[0].upper()}{x.note[1:]}" for x in (a, b) if x.note]
-    not_compared = _not_compared(a, b)
     is_half = any(IN_FLOAT32 in x.runs for x in (a, b))
     in_float32 = is_half and not is_same and not notes
+    notes = [*_not_compared(a, b, pair), *notes]
     found = find(a, b, in_float32, is_same)
     dtypes = {x.made_by["dtype"] for x in (a, b)}
     if in_float32 and len(dtypes) == 1 and all(dtypes) and not found.differs:
         found = find(a, b)
-    is_equal = not (found.differs or _have_other_shapes(a, b))
+    is_equal = not (found.differs or _in_other_shapes(a, b, RESULT))
     birth = found.birth
     if is_equal and is_half and max(results.values()) > FACTOR * UNIT:
         notes += _rounding(a, b, results)
@@ -156,7 +157,7 @@ def _difference(a: Fingerprint, b: Fingerprint, is_same: bool = False) -> Differ
         only_b=tuple(b.values[i].place for i in found.only_b) * (not is_equal),
         results=results,
         equal=is_equal,
-        notes=(*not_compared, *notes),
+        notes=tuple(notes),
         errors=tuple(
             (a.values[i].place, error)
             for i, error in sorted(found.errors.items())
@@ -165,24 +166,21 @@ def _difference(a: Fingerprint, b: Fingerprint, is_same: bool = False) -> Differ
     )
 
 
-def _results(a: Fingerprint, b: Fingerprint) -> dict[str, float]:
+def _results(
+    a: Fingerprint, b: Fingerprint, pair: dict[int, list[int]]
+) -> dict[str, float]:
     """The error of each result that both have, as they are written.
 
     Raises:
       ValueError: if there is none, or if they have other arguments.
     """
-    arguments, others = (
-        {x.place.module: x for x in _of_kind(y, ARGUMENT)} for y in (a, b)
-    )
-    for name, value in arguments.items():
-        other = others.get(name, value)
-        if other.shape != value.shape:
-            raise ValueError(
-                f"a and b must be given the same arguments, got {name} of shape "
-                f"{list(value.shape)} for a and {list(other.shape)} for b."
-            )
-    found = named(a.values, b.values, RESULT)
-    if not found:
+    if others := _in_other_shapes(a, b, ARGUMENT):
+        value, other = others[0]
+        raise ValueError(
+            f"a and b must be given the same arguments, got {value.place.module} of "
+            f"shape {list(value.shape)} for a and {list(other.shape)} for b."
+        )
+    if not pair:
         every = [listed(list(map(_with_shape, _of_kind(y, RESULT)))) for y in (a, b)]
         raise ValueError(
             "a and b must have a result of one name and shape in common, got "
@@ -191,35 +189,31 @@ def _results(a: Fingerprint, b: Fingerprint) -> dict[str, float]:
     runs = a.runs[WRITTEN], b.runs[WRITTEN]
     return {
         a.values[i].place.module: float(apart(runs[0][i], runs[1][j]))
-        for i, (j, *_) in found.items()
+        for i, (j, *_) in pair.items()
     }
 
 
-def _not_compared(a: Fingerprint, b: Fingerprint) -> list[str]:
+def _not_compared(
+    a: Fingerprint, b: Fingerprint, pair: dict[int, list[int]]
+) -> list[str]:
     """What is said of results that only one has, by name or by shape."""
-    found = named(a.values, b.values, RESULT)
-    pairs = (a.values, {*found}), (b.values, {*itertools.chain(*found.values())})
-    alone = [
-        [
-            _with_shape(x)
-            for i, x in enumerate(values)
-            if x.place.operation == RESULT and i not in known
-        ]
-        for values, known in pairs
-    ]
-    sides = [
-        f"{' '.join(filter(None, [x[0], and_more(x, 1)]))} of {name}"
-        for name, x in zip("ab", alone, strict=True)
-        if x
-    ]
+    sides = list[str]()
+    paired = {*pair}, {*itertools.chain(*pair.values())}
+    for name, values, known in zip("ab", (a.values, b.values), paired, strict=True):
+        results = (i for i, x in enumerate(values) if x.place.operation == RESULT)
+        alone = [_with_shape(values[i]) for i in results if i not in known]
+        if alone:
+            sides.append(f"{listed(alone, 1)} of {name}")
     return [f"Not compared: {'; '.join(sides)}"] if sides else []
 
 
-def _have_other_shapes(a: Fingerprint, b: Fingerprint) -> bool:
-    """Whether a result of one name has another shape."""
-    shapes = {x.place.module: x.shape for x in _of_kind(b, RESULT)}
-    every = _of_kind(a, RESULT)
-    return any(shapes.get(x.place.module, x.shape) != x.shape for x in every)
+def _in_other_shapes(
+    a: Fingerprint, b: Fingerprint, kind: str
+) -> list[tuple[Value, Value]]:
+    """The arguments, or the results, of one name and two shapes."""
+    others = {x.place.module: x for x in _of_kind(b, kind)}
+    pairs = [(x, others.get(x.place.module, x)) for x in _of_kind(a, kind)]
+    return [(x, y) for x, y in pairs if x.shape != y.shape]
 
 
 def _of_kind(made: Fingerprint, kind: str) -> list[Value]:

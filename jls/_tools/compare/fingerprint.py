@@ -522,10 +522,9 @@ def _nudged_number(value: Any) -> Any:
     """
     if not is_half_atom(value):
         return value
-    unit = float(jnp.finfo(getattr(value, "aval", value).dtype).eps)
     x = widened(value)
     is_short = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=2) == x
-    return jnp.where(is_short, x, _nudge(x, unit / 8))
+    return jnp.where(is_short, x, _nudge(x, _unit(value) / 8))
 
 
 @jax.jit
